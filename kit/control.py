@@ -1,0 +1,111 @@
+"""Pausing and stopping a run from outside: flags that the trainer asks for after each step.
+
+`RunControl` is plain Python and works from any thread. In a notebook the difficulty is that a kernel does not process
+a button's message while a cell runs, and `trainer.train()` is a running cell. So `check`, which the trainer calls between
+steps, first lets those messages through (`serve_widgets`). That way a run stays in its cell, in the main thread, where
+errors, interrupts and "Run all" mean what they always do.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+POLL_S = 0.05
+
+
+def serve_widgets() -> bool:
+    """Processes the widget messages that wait while a cell runs; all other messages keep their place in the queue.
+
+    True if the kernel lets us. False outside a kernel, in another thread than the kernel's main one (where nothing is
+    held up) and for a kernel built otherwise; buttons then work when the cell has ended.
+
+    Written for ipykernel 6.17 (Colab) and 7.4. JupyterLab 4.4 and newer with ipykernel 7 sends widget messages to a
+    second thread of the kernel by itself (subshells), and then none wait here.
+    """
+    if "ipykernel" not in sys.modules or threading.current_thread() is not threading.main_thread():
+        return False
+    import zmq
+    from IPython import get_ipython
+
+    kernel = getattr(get_ipython(), "kernel", None)
+    stream = _waiting_stream(kernel)
+    if stream is None:
+        return False
+    waiting, dispatch = [], stream._recv_callback
+    stream.on_recv(waiting.append, copy=False)
+    try:
+        stream.flush(zmq.POLLIN)
+    finally:
+        stream.on_recv(dispatch, copy=False)
+    for message in waiting:
+        identities, parts = kernel.session.feed_identities(message, copy=False)
+        kind = kernel.session.deserialize(parts, content=False, copy=False)["header"]["msg_type"]
+        if kind in ("comm_open", "comm_msg", "comm_close"):
+            parsed = kernel.session.deserialize(parts, content=True, copy=False)
+            kernel._publish_status("busy", "shell", parent=parsed)  # the front end waits for busy and idle
+            kernel.shell_handlers[kind](stream, identities, parsed)
+            kernel._publish_status("idle", "shell", parent=parsed)
+        else:
+            stream._run_callback(dispatch, message)
+    return True
+
+
+def _waiting_stream(kernel: object) -> object | None:
+    """The stream on which messages for the main thread wait: the shell's own, or the shell thread's pair to it."""
+    if kernel is None:
+        return None
+    thread = getattr(kernel, "shell_channel_thread", None)  # ipykernel 7
+    if thread is None:
+        return kernel.shell_stream
+    return thread.manager.get_shell_channel_to_subshell_pair(None).to_stream
+
+
+class RunControl:
+    """Start, pause, resume, stop: set from anywhere, obeyed by the trainer between two steps.
+
+    `state` is "running", "paused" or "stopping". `listen` adds a function that is called with each new state.
+    """
+
+    def __init__(self):
+        self._lock, self._state = threading.Lock(), "running"
+        self._listeners: list[Callable[[str], None]] = []
+
+    @property
+    def state(self) -> str:
+        return self._state
+
+    def listen(self, listener: Callable[[str], None]) -> None:
+        self._listeners.append(listener)
+
+    def pause(self) -> None:
+        """Hold the run before its next step. Does nothing once it is stopping."""
+        self._change("paused", "running")
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._change("running", "paused")
+
+    def stop(self) -> None:
+        """End the run after this step; the trainer saves what it has. Also ends a pause."""
+        self._change("stopping", "running", "paused")
+
+    def reset(self) -> None:
+        """Ready for another run."""
+        self._change("running", "paused", "stopping")
+
+    def check(self) -> str:
+        """"run" or "stop"; blocks while paused. Called by the trainer after each step."""
+        serve_widgets()
+        while self._state == "paused":
+            time.sleep(POLL_S)
+            serve_widgets()
+        return "stop" if self._state == "stopping" else "run"
+
+    def _change(self, new: str, *old: str) -> None:
+        with self._lock:
+            if self._state not in old:
+                return
+            self._state = new
+        for listener in self._listeners:
+            listener(new)

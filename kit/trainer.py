@@ -1,0 +1,400 @@
+"""GRPO on TRL, sampled by the kit's sampler, measured at every step.
+
+Scope: a small subclass. TRL does the algorithm (advantages, losses, corrections); this class hands it the sampler
+through the public hook `rollout_func`, keeps the dtype contract, proves each sync, and writes the record.
+On-policy, the mismatch comes from the loss's own forward pass: no extra pass is made for it.
+"""
+
+import contextlib
+import copy
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import trl
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+from kit import checkpoints, provenance
+from kit.config import GRPOConfig
+from kit.cpu_half import float16_products
+from kit.loading import Loaded
+from kit.meter import StepMeter
+from kit.precision import check_arguments
+from kit.probe import SyncProbe, disagreement
+from kit.records import RunWriter
+from kit.rewards import ACCURACY_REWARDS, checked_reward
+from kit.rollout import request_seed, rollout_output, sampling_settings
+from kit.scaling import attach_scaler, first_nonfinite_activation, first_nonfinite_gradient
+
+__all__ = ["GRPOConfig", "GRPOTrainer"]
+
+PROBE_TOKENS = 48
+
+
+class GRPOTrainer(trl.GRPOTrainer):
+    """`trl.GRPOTrainer` under the contract of the model it is given.
+
+    Args:
+        model: from `FastLanguageModel.get_peft_model`.
+        reward_funcs: one or more functions in TRL's signature; each result is checked.
+        args: `kit.GRPOConfig` (or TRL's); `args.output_dir` is the run's folder.
+        train_dataset: with a column `prompt`; other columns reach the reward functions.
+        processing_class: the tokenizer.
+        on_record: called with each step's record; None shows a live view (in a terminal: a line a step).
+        run_info: further entries for run.json.
+        run_control: object whose `check()` returns "run" or "stop", asked after each step (`kit.widgets.RunControl`).
+        callbacks, optimizers: as in TRL.
+
+    Raises:
+        kit.precision.PrecisionError: arguments that contradict the contract.
+        ValueError: a dataset that is empty or has no `prompt`, prompts that do not fit, a model without an adapter.
+    """
+
+    def __init__(
+        self,
+        model,
+        reward_funcs,
+        args=None,
+        train_dataset=None,
+        processing_class=None,
+        *,
+        on_record=None,
+        run_info: dict | None = None,
+        run_control=None,
+        callbacks=None,
+        optimizers=(None, None),
+    ):
+        self.loaded: Loaded = _check_model(model)
+        args = copy.copy(args) if args is not None else GRPOConfig()
+        check_arguments(self.loaded.precision, args)
+        _check_dataset(train_dataset, processing_class, args, self.loaded)
+        self.run_dir = Path(args.output_dir)
+        correction = args.use_vllm and args.vllm_importance_sampling_correction
+        functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
+        super().__init__(
+            model=model,
+            reward_funcs=[checked_reward(f) if callable(f) and not isinstance(f, torch.nn.Module) else f for f in functions],
+            args=_adapt_arguments(args, self.loaded),
+            train_dataset=train_dataset,
+            processing_class=processing_class,
+            callbacks=[*(callbacks or []), _EachStep(self)],
+            optimizers=optimizers,
+            rollout_func=_sample,
+        )
+        for callback in (PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        attach_scaler(self.accelerator, self.loaded.precision)
+        self._compute_backward_in(self._arithmetic)
+        if correction:  # TRL's own correction code, fed by this sampler; costs TRL's extra forward pass
+            self.use_vllm, self._last_loaded_step = True, -1
+            self.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
+        self.sampler = self.loaded.sampler
+        self.settings = sampling_settings(args)
+        if self.settings.bias():
+            print(f"Note: {self.settings.bias()}")
+        self.run_info, self.run_control = run_info or {}, run_control
+        self._listeners = _listeners(on_record, self)
+        self._writer: RunWriter | None = None
+        self._meter = StepMeter()
+        self._synced_step: int | None = None
+        self._probe: SyncProbe | None = None
+        self._probe_ids: list[int] | None = None
+        self._loss_logprobs = None
+        self._sampled_ids: list[list[int]] = []
+        self._decoded: dict[int, str] = {}
+
+    # ---- the run ----
+
+    def train(self, resume_from_checkpoint: "bool | str | None" = None, **kwargs):
+        """Train and record. Resume with True (the last whole checkpoint) or a checkpoint's folder.
+
+        An interrupt saves the adapter, closes the sampler and is raised again; any other error saves the adapter. The
+        record keeps every finished step either way.
+
+        Raises:
+            kit.records.RunExists: the folder holds a run already, and this is no resume.
+            kit.probe.SyncError, kit.rewards.RewardError: see there.
+        """
+        from kit.audit import audit
+
+        checkpoint = checkpoints.find(self.run_dir, resume_from_checkpoint)
+        if checkpoint:
+            self._writer = RunWriter.resume(self.run_dir, checkpoints.step_of(checkpoint))
+        else:
+            self._writer = RunWriter.create(self.run_dir, self._info())
+        with self._writer as writer:
+            try:
+                audit(self)
+                result = super().train(resume_from_checkpoint=checkpoint, **kwargs)
+                writer.update(status="stopped" if self.control_stopped else "finished")
+                return result
+            except KeyboardInterrupt:
+                self.sampler.close()
+                raise
+            finally:
+                checkpoints.save_adapter(self.model, writer.adapter_dir)
+
+    @property
+    def control_stopped(self) -> bool:
+        """True when the run was stopped from outside before its last step."""
+        return self.state.global_step < self.state.max_steps
+
+    def _info(self) -> dict:
+        return {
+            "model": Path(self.loaded.path).name,
+            "precision": self.loaded.precision.describe(),
+            "settings": provenance.training_settings(self.args, self.model.peft_config["default"]),
+            "seed": self.args.seed,
+            "steps": self.args.max_steps,
+            "sampler": {"name": self.sampler.name, "version": self.sampler.version},
+            "sampling_bias": self.settings.bias(),
+            "weights": self.loaded.shared_weights,
+            "versions": provenance.versions(),
+            "hardware": provenance.machine(),
+        } | self.run_info
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        checkpoints.mark_complete(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}")
+
+    # ---- sampling ----
+
+    def _sync(self):
+        """Load the trainer's adapter into the sampler, once per optimizer step, and prove that it arrived."""
+        if self._synced_step == self.state.global_step:
+            return
+        if self._probe is None:
+            self._measure_baseline()
+        self._meter.values["sync/seconds"] = self.sampler.load_adapter(self.accelerator.unwrap_model(self.model))
+        measured = disagreement(self.model, self.sampler, self._probe_ids, self.scoring)
+        self._meter.values["sync/probe_abs"] = self._probe.check(measured, self.state.global_step)
+        self._synced_step = self.state.global_step
+
+    def _measure_baseline(self):
+        """How far apart the two sides are on the base model: what the dtype explains."""
+        prompt = self._tokenize_prompts([self.train_dataset[0]["prompt"]])[0][0]
+        settings = replace(self.settings, max_tokens=min(PROBE_TOKENS, self.settings.max_tokens))
+        completion = self.sampler.generate([prompt], settings, [request_seed(self.args.seed, -1, 0)])[0]
+        self._probe_ids = prompt + completion.token_ids
+        with self.model.disable_adapter():
+            baseline = disagreement(self.model, self.sampler, self._probe_ids, self.scoring)
+        self._probe = SyncProbe(self.loaded.precision, baseline)
+
+    # ---- arithmetic ----
+
+    def _arithmetic(self):
+        """What the trainer's products are computed in, where the CPU lacks the contract's dtype."""
+        return float16_products(self.accelerator.device.type, self.loaded.precision.autocast)
+
+    @contextlib.contextmanager
+    def scoring(self):
+        """The context of a forward pass outside the loss: autocast and arithmetic of the contract."""
+        with self._arithmetic(), self.accelerator.autocast():
+            yield
+
+    def _compute_backward_in(self, context):
+        backward = self.accelerator.backward
+
+        def backward_in_context(loss, **kwargs):
+            with context():
+                backward(loss, **kwargs)
+
+        self.accelerator.backward = backward_in_context
+
+    # ---- measuring ----
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            # the batch is shuffled and split after this; the row number finds a completion again
+            output["row"] = torch.arange(len(output["completion_ids"]), device=output["completion_ids"].device)
+        return output
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, *args, **kwargs):
+        with self._arithmetic():
+            result = super()._get_per_token_logps_and_entropies(model, input_ids, *args, **kwargs)
+        if torch.is_grad_enabled():
+            self._loss_logprobs = result[0].detach()
+        return result
+
+    def _compute_loss(self, model, inputs):
+        loss = super()._compute_loss(model, inputs)
+        if self.model.training:
+            mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+            # after an update within the batch the loss's forward is a newer policy; TRL then kept the old logprobs
+            trainer = inputs.get("old_per_token_logps", self._loss_logprobs)
+            self._meter.add_batch(trainer, inputs["sampling_per_token_logps"], mask, inputs["row"])
+            self._meter.add_kl(*self._policy_logprobs_and_base(model, inputs), mask)
+            if not torch.isfinite(loss):
+                self._name_bad_activation(model, inputs)
+        return loss
+
+    def _policy_logprobs_and_base(self, model, inputs):
+        """(policy, base) logprobs for the KL: TRL's reference logprobs with beta, else those of a share of the batch."""
+        if "ref_per_token_logps" in inputs:
+            return self._loss_logprobs, inputs["ref_per_token_logps"]
+        rows = math.ceil(len(self._loss_logprobs) * self.args.kl_share) if isinstance(self.args, GRPOConfig) else 1
+        with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+            base = self._forward_logprobs(model, inputs, rows)
+        return self._loss_logprobs[:rows], base
+
+    def _forward_logprobs(self, model, inputs, rows):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[:rows]
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)[:rows]
+        return self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].size(1))[0]
+
+    def _name_bad_activation(self, model, inputs):
+        forward = lambda: self._forward_logprobs(model, inputs, len(inputs["completion_ids"]))  # noqa: E731
+        name = first_nonfinite_activation(self.accelerator.unwrap_model(model), forward)
+        self._meter.values.setdefault("scaler/first_nonfinite", f"activation of {name}" if name else "the loss itself")
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        self._meter.start()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Complete TRL's metrics with the record's, pass them to the trackers, and write the record."""
+        is_step = "grad_norm" in logs and self._writer is not None
+        if is_step:
+            logs.update(self._measured())
+        super().log(logs, start_time)
+        if is_step:
+            self._record(logs)
+
+    def _measured(self):
+        scaler = self.accelerator.scaler
+        metrics = self._metrics["train"]
+        accuracy = next((f"rewards/{name}/mean" for name in ACCURACY_REWARDS if f"rewards/{name}/mean" in metrics), None)
+        return self._meter.finish() | {
+            "accuracy": metrics[accuracy][-1] if accuracy else None,
+            "completion_length": metrics["completions/mean_length"][-1],
+            "scaler/scale": scaler.get_scale() if scaler else None,
+            "scaler/skipped": int(self.accelerator.optimizer_step_was_skipped) if scaler else None,
+            "memory/peak_gib": _peak_memory_gib(),
+        }
+
+    def _record(self, logs):
+        record = {"step": self.state.global_step} | {k: v for k, v in logs.items() if k != "total_flos"}
+        self._writer.write(record)
+        self._writer.write_completions(self.state.global_step, self._completion_rows())
+        self._meter = StepMeter()
+        for listener in self._listeners:
+            listener(record)
+
+    def _completion_rows(self):
+        rewards = self._logs["rewards"]
+        texts = zip(self._logs["prompt"], self._logs["completion"], self._logs["advantages"], strict=True)
+        rows = []
+        for index, (prompt, completion, advantage) in enumerate(texts):
+            row = {"prompt": prompt, "completion": completion, "advantage": advantage}
+            row["rewards"] = {name: column[index] for name, column in rewards.items()}
+            if index in self._meter.token_mismatch:
+                row["tokens"] = self._token_texts(self._sampled_ids[index])
+                row["token_mismatch"] = self._meter.token_mismatch[index]
+            rows.append(row)
+        return rows
+
+    def _token_texts(self, token_ids):
+        """Each token decoded on its own; a token is decoded once a run."""
+        for token in set(token_ids) - self._decoded.keys():
+            self._decoded[token] = self.processing_class.decode([token])
+        return [self._decoded[token] for token in token_ids]
+
+
+class _EachStep(TrainerCallback):
+    """Names what overflowed while the gradients are still there, and asks the run control whether to go on."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        trainer = self.trainer
+        if trainer.accelerator.scaler is not None and trainer.accelerator.optimizer_step_was_skipped:
+            name = first_nonfinite_gradient(model)
+            if name:
+                trainer._meter.values.setdefault("scaler/first_nonfinite", f"gradient of {name}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.trainer.run_control is not None and self.trainer.run_control.check() == "stop":
+            control.should_training_stop = control.should_save = True
+        return control
+
+
+def _sample(prompts, trainer):
+    """TRL's `rollout_func`: sync if the weights are new, then one completion for each prompt (groups are repeated)."""
+    started = time.perf_counter()
+    trainer._sync()
+    prompt_ids = trainer._tokenize_prompts(prompts)[0]
+    step, seed = trainer.state.global_step, trainer.args.seed
+    seeds = [request_seed(seed, step, index) for index in range(len(prompt_ids))]
+    sampling = time.perf_counter()
+    completions = trainer.sampler.generate(prompt_ids, trainer.settings, seeds)
+    output = rollout_output(prompt_ids, completions, trainer.processing_class.eos_token_id)
+    trainer._sampled_ids = output["completion_ids"]
+    trainer._probe_ids = prompt_ids[0] + output["completion_ids"][0]
+    now = time.perf_counter()
+    trainer._meter.add_rollout(sum(map(len, trainer._sampled_ids)), now - sampling, now - started)
+    return output
+
+
+def _check_model(model) -> Loaded:
+    from peft import PeftModel
+
+    if not isinstance(model, PeftModel):
+        raise ValueError(
+            f"GRPOTrainer got a {type(model).__name__} without an adapter. Add one with "
+            f"FastLanguageModel.get_peft_model(model, r=..., lora_alpha=...): only adapters are trained, in float32."
+        )
+    if not isinstance(getattr(model, "kit", None), Loaded):
+        raise ValueError("This model carries no precision contract. Load it with kit.FastLanguageModel.from_pretrained.")
+    return model.kit
+
+
+def _check_dataset(dataset, tokenizer, args, loaded):
+    if dataset is None or len(dataset) == 0:
+        raise ValueError("train_dataset is empty. Expected at least one row with a column 'prompt'.")
+    if "prompt" not in dataset.column_names:
+        raise ValueError(f"train_dataset has no column 'prompt'; it has {', '.join(dataset.column_names)}.")
+    first = dataset[: min(len(dataset), 2000)]["prompt"]
+    if not isinstance(first[0], str):
+        return  # conversations are rendered by TRL, and checked when they are sampled from
+    longest = max(map(len, tokenizer(first).input_ids))
+    if longest + args.max_completion_length > loaded.max_seq_length:
+        raise ValueError(
+            f"max_seq_length is {loaded.max_seq_length}, too small: the longest prompt has {longest} tokens, and "
+            f"max_completion_length asks for {args.max_completion_length} more. Load the model with max_seq_length="
+            f"{longest + args.max_completion_length} or more, or lower max_completion_length."
+        )
+
+
+def _adapt_arguments(args, loaded):
+    """The arguments TRL gets: dtype flags from the contract, its own engine off, checkpoints inside the run's folder."""
+    precision = loaded.precision
+    args.bf16, args.fp16 = precision.name == "bfloat16", precision.name == "float16"
+    args.mixed_precision = precision.mixed_precision
+    args.use_vllm = False
+    args.logging_steps = 1
+    args.output_dir = str(Path(args.output_dir) / "checkpoints")
+    if args.gradient_checkpointing is None:
+        args.gradient_checkpointing = loaded.gradient_checkpointing
+    return args
+
+
+def _listeners(on_record, trainer):
+    if on_record is None:
+        from kit.live import LiveView
+
+        return [LiveView()]
+    return list(on_record) if isinstance(on_record, (list, tuple)) else [on_record]
+
+
+def _peak_memory_gib() -> float:
+    """Peak memory: allocated on the GPU when there is one, else resident in this process [GiB]."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
