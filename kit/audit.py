@@ -70,7 +70,9 @@ def audit(trainer) -> Audit:
         rows.append(AuditRow(what.removeprefix("sampler_"), side, _word({wanted}), _word(realised[what])))
     result = Audit(tuple(rows))
     if result.differences:
-        wrong = "; ".join(f"{r.side} {r.what}: contract {r.contract}, realised {r.realised}" for r in result.differences)
+        wrong = "; ".join(
+            f"{r.side} {r.what}: contract {r.contract}, realised {r.realised}" for r in result.differences
+        )
         raise AuditError(
             f"Trainer and sampler break the {trainer.loaded.precision.name} contract: {wrong}. Build both with one "
             f"FastLanguageModel.from_pretrained(dtype=...) call, and leave their dtypes alone after it.\n{result}"

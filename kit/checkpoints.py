@@ -4,10 +4,12 @@ import os
 import shutil
 from pathlib import Path
 
+from kit.errors import KitError
+
 MARKER = "complete"
 
 
-class NoCheckpoint(FileNotFoundError):
+class NoCheckpoint(KitError, FileNotFoundError):
     """There is nothing to resume from."""
 
 

@@ -6,13 +6,15 @@ from datetime import datetime
 import torch
 import trl
 
+from kit.errors import ArgumentError
+
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """`trl.GRPOConfig` that leaves the number format to the contract and hides nothing of the mismatch.
 
-    What differs from TRL 1.16: `bf16` and `fp16` stay unset until the model's contract sets them (TRL turns bf16 on when
-    neither is given); the mismatch is measured, not corrected, unless you ask for
+    What differs from TRL 1.16: `bf16` and `fp16` stay unset until the model's contract sets them (TRL turns bf16 on
+    when neither is given); the mismatch is measured, not corrected, unless you ask for
     `vllm_importance_sampling_correction=True`; every step is logged; `output_dir` is the run's folder.
 
     Args:
@@ -23,7 +25,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     output_dir: str | None = None
     logging_steps: float = 1
-    report_to: None | str | list[str] = "none"
+    report_to: str | list[str] | None = "none"
     use_vllm: bool = True
     vllm_mode: str = "colocate"
     vllm_importance_sampling_correction: bool = False
@@ -42,7 +44,7 @@ class GRPOConfig(trl.GRPOConfig):
             self.output_dir = f"runs/{datetime.now():%Y%m%d-%H%M%S}"
         self.bf16 = bool(self.bf16)  # TRL reads None as True
         if not 0 < self.kl_share <= 1:
-            raise ValueError(f"kl_share is {self.kl_share}; expected a share above 0, at most 1.")
+            raise ArgumentError(f"kl_share is {self.kl_share}; expected a share above 0, at most 1.")
         if self.sync not in ("native", "merged"):
-            raise ValueError(f"sync is {self.sync!r}; expected 'native' or 'merged'.")
+            raise ArgumentError(f"sync is {self.sync!r}; expected 'native' or 'merged'.")
         super().__post_init__()

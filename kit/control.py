@@ -1,17 +1,20 @@
 """Pausing and stopping a run from outside: flags that the trainer asks for after each step.
 
 `RunControl` is plain Python and works from any thread. In a notebook the difficulty is that a kernel does not process
-a button's message while a cell runs, and `trainer.train()` is a running cell. So `check`, which the trainer calls between
-steps, first lets those messages through (`serve_widgets`). That way a run stays in its cell, in the main thread, where
-errors, interrupts and "Run all" mean what they always do.
+a button's message while a cell runs, and `trainer.train()` is a running cell. So `check`, which the trainer calls
+between steps, first lets those messages through (`serve_widgets`). That way a run stays in its cell, in the main
+thread, where errors, interrupts and "Run all" mean what they always do.
 """
 
 import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 POLL_S = 0.05
+T = TypeVar("T")
 
 
 def serve_widgets() -> bool:
@@ -20,17 +23,18 @@ def serve_widgets() -> bool:
     True if the kernel lets us. False outside a kernel, in another thread than the kernel's main one (where nothing is
     held up) and for a kernel built otherwise; buttons then work when the cell has ended.
 
-    Written for ipykernel 6.17 (Colab) and 7.4. JupyterLab 4.4 and newer with ipykernel 7 sends widget messages to a
-    second thread of the kernel by itself (subshells), and then none wait here.
+    Tried with ipykernel 6.17 (Colab), 6.30, 7.0, 7.1 and 7.4. JupyterLab 4.4 and newer with ipykernel 7 sends widget
+    messages to a second thread of the kernel by itself (subshells), and then none wait here.
     """
     if "ipykernel" not in sys.modules or threading.current_thread() is not threading.main_thread():
         return False
     import zmq
     from IPython import get_ipython
+    from zmq.eventloop.zmqstream import ZMQStream
 
     kernel = getattr(get_ipython(), "kernel", None)
     stream = _waiting_stream(kernel)
-    if stream is None:
+    if not isinstance(stream, ZMQStream):
         return False
     waiting, dispatch = [], stream._recv_callback
     stream.on_recv(waiting.append, copy=False)
@@ -62,20 +66,27 @@ def _waiting_stream(kernel: object) -> object | None:
 
 
 class RunControl:
-    """Start, pause, resume, stop: set from anywhere, obeyed by the trainer between two steps.
+    """Pause, resume, stop: set from anywhere, obeyed by the trainer between two steps.
 
-    `state` is "running", "paused" or "stopping". `listen` adds a function that is called with each new state.
+        control = RunControl()
+        trainer = kit.GRPOTrainer(..., run_control=control)
+        control_panel(control, start=trainer.train)     # kit.widgets; or control.pause() and so on from other code
+        result = control.result(trainer.train)          # runs it now, unless the start button has
+
+    `state` is "running", "paused" or "stopping".
     """
 
     def __init__(self):
         self._lock, self._state = threading.Lock(), "running"
         self._listeners: list[Callable[[str], None]] = []
+        self._future: Future | None = None
 
     @property
     def state(self) -> str:
         return self._state
 
     def listen(self, listener: Callable[[str], None]) -> None:
+        """Calls `listener` with each new state."""
         self._listeners.append(listener)
 
     def pause(self) -> None:
@@ -90,17 +101,35 @@ class RunControl:
         """End the run after this step; the trainer saves what it has. Also ends a pause."""
         self._change("stopping", "running", "paused")
 
-    def reset(self) -> None:
-        """Ready for another run."""
-        self._change("running", "paused", "stopping")
-
     def check(self) -> str:
-        """"run" or "stop"; blocks while paused. Called by the trainer after each step."""
+        """ "run" or "stop"; blocks while paused. Called by the trainer after each step."""
         serve_widgets()
         while self._state == "paused":
             time.sleep(POLL_S)
             serve_widgets()
         return "stop" if self._state == "stopping" else "run"
+
+    def start(self, function: Callable[[], T]) -> "Future[T]":
+        """Runs `function` in a thread, for a start button: the kernel stays free. Once; then gives the same future."""
+        if self._future is None:
+            self._future = Future()
+            threading.Thread(target=self._run, args=(function,), name="kit.RunControl", daemon=True).start()
+        return self._future
+
+    def result(self, function: Callable[[], T]) -> T:
+        """What `function` returns or raises: waits for it if it was started, else runs it here and now."""
+        if self._future is None:
+            return function()
+        while not self._future.done():
+            serve_widgets()
+            time.sleep(POLL_S)
+        return self._future.result()
+
+    def _run(self, function: Callable[[], T]) -> None:
+        try:
+            self._future.set_result(function())
+        except BaseException as error:
+            self._future.set_exception(error)
 
     def _change(self, new: str, *old: str) -> None:
         with self._lock:

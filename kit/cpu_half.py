@@ -10,6 +10,8 @@ import contextlib
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kit.precision import Precision
+
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
 
@@ -37,8 +39,17 @@ def has_float16_arithmetic() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def float16_products(device_type: str, autocast: torch.dtype | None):
-    """The context in which the trainer computes: `Float16Products` where it is needed, else nothing."""
-    if device_type == "cpu" and autocast == torch.float16 and not has_float16_arithmetic():
+def float16_products(precision: Precision, device_type: str):
+    """`Float16Products` where the contract asks for float16 and the CPU has none; elsewhere a context of nothing."""
+    if device_type == "cpu" and precision.autocast == torch.float16 and not has_float16_arithmetic():
         return Float16Products()
     return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def trainer_arithmetic(precision: Precision, device_type: str):
+    """Autocast and products as the trainer's loss has them, for a forward pass outside the trainer."""
+    dtype = precision.autocast
+    autocast = torch.autocast(device_type, dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+    with float16_products(precision, device_type), autocast:
+        yield

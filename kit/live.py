@@ -4,8 +4,8 @@
         kit.GRPOTrainer(..., on_record=view).train()
 
 In a notebook two outputs appear in the cell that trains: the figure (`plots.training_figure`) and the same in words.
-Each has a display id and is only ever updated; nothing is cleared, no widget is involved, and the executed notebook keeps
-the last frame. A thread of the view publishes, a process of its own draws (painter.py), so a step only appends to a
+Each has a display id and is only ever updated; nothing is cleared, no widget is involved, and the executed notebook
+keeps the last frame. Threads of the view publish, a process of its own draws (painter.py), so a step only appends to a
 list. Drawing is throttled to a share of the machine's processor time by what it measurably costs.
 """
 
@@ -129,8 +129,12 @@ class LiveView:
         self._open = False
 
     def begin(self, info: dict, total: int | None = None) -> None:
-        """A new run: its run.json, and the number of steps to come. Makes the outputs, in the cell that calls it."""
-        self.close()
+        """A new run: its run.json, and the number of steps to come. Makes the outputs, in the cell that calls it.
+
+        Outputs that `show` made before, and that show no run yet, are used.
+        """
+        if self.records:
+            self.close()
         self.info, self.total, self.records = dict(info), total, []
         self.show()
 
@@ -164,7 +168,7 @@ class LiveView:
         self.slowest_step_s = max(self.slowest_step_s, spent)
 
     def close(self, **info: object) -> None:
-        """The last words and the last frame, sharper; blocks until they are out. info: news for run.json's copy here."""
+        """The last words and frame, sharper; blocks until they are out. info: news of the run, e.g. its status."""
         self.info |= info
         if self._open:
             self._open = False

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from kit.errors import ArgumentError, KitError
 from kit.precision import Precision, PrecisionError
 
 TINY = Path(__file__).parent / "models" / "tiny"
@@ -16,7 +17,7 @@ TINY = Path(__file__).parent / "models" / "tiny"
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class ModelNotFound(OSError):
+class ModelNotFound(KitError, OSError):
     """The model is neither bundled, nor a usable local folder, nor to be had from the hub."""
 
 
@@ -83,7 +84,7 @@ class FastLanguageModel:
             (model, tokenizer); `model.kit` holds precision and sampler, `model.fast_generate` samples.
 
         Raises:
-            ModelNotFound, kit.precision.PrecisionError, kit.sampler.SamplerUnavailable, ValueError.
+            ModelNotFound, kit.precision.PrecisionError, kit.sampler.SamplerUnavailable, kit.errors.ArgumentError.
         """
         _check_numbers(max_seq_length, max_lora_rank, gpu_memory_utilization, max_num_seqs)
         precision = Precision.of(dtype)
@@ -142,7 +143,7 @@ class FastLanguageModel:
             A `peft.PeftModel`.
 
         Raises:
-            ValueError: rank beyond `max_lora_rank`, dropout, or target modules that the model does not have.
+            kit.errors.ArgumentError: rank beyond `max_lora_rank`, dropout, or unknown target modules.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -208,13 +209,15 @@ def _download(model_name):
 
 def _check_numbers(max_seq_length, max_lora_rank, gpu_memory_utilization, max_num_seqs):
     if max_seq_length < 2:
-        raise ValueError(f"max_seq_length is {max_seq_length}; expected at least 2 tokens (a prompt and a completion).")
+        raise ArgumentError(
+            f"max_seq_length is {max_seq_length}; expected at least 2 tokens (a prompt and a completion)."
+        )
     if max_lora_rank < 0 or max_lora_rank > 512:
-        raise ValueError(f"max_lora_rank is {max_lora_rank}; expected 1 to 512 (0 for an engine without adapters).")
+        raise ArgumentError(f"max_lora_rank is {max_lora_rank}; expected 1 to 512 (0 for an engine without adapters).")
     if not 0 < gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected a share above 0, at most 1.")
+        raise ArgumentError(f"gpu_memory_utilization is {gpu_memory_utilization}; expected a share above 0, at most 1.")
     if max_num_seqs < 1:
-        raise ValueError(f"max_num_seqs is {max_num_seqs}; expected at least 1.")
+        raise ArgumentError(f"max_num_seqs is {max_num_seqs}; expected at least 1.")
 
 
 def _check_context(path, max_seq_length):
@@ -222,7 +225,7 @@ def _check_context(path, max_seq_length):
 
     longest = AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings
     if max_seq_length > longest:
-        raise ValueError(
+        raise ArgumentError(
             f"max_seq_length is {max_seq_length}, but this model's positions end at {longest}. "
             f"Use max_seq_length={longest} or less."
         )
@@ -264,7 +267,7 @@ def _loaded(model) -> Loaded:
     try:
         return model.kit
     except AttributeError:
-        raise TypeError(
+        raise ArgumentError(
             f"This {type(model).__name__} carries no precision contract. Load it with "
             f"kit.FastLanguageModel.from_pretrained(..., dtype=...)."
         ) from None
@@ -272,21 +275,23 @@ def _loaded(model) -> Loaded:
 
 def _check_adapter(loaded, model, r, target_modules, lora_dropout, bias):
     if not 1 <= r <= loaded.max_lora_rank:
-        raise ValueError(
+        raise ArgumentError(
             f"The adapter's rank r is {r}; the sampler was built for ranks 1 to {loaded.max_lora_rank}. "
             f"Load the model with max_lora_rank={max(r, 1)} or more, or lower r."
         )
     if lora_dropout:
-        raise ValueError(
+        raise ArgumentError(
             f"lora_dropout is {lora_dropout}; expected 0. The sampler applies no dropout, so trainer and sampler would "
             f"disagree by it, and no dtype could close that gap."
         )
     if bias != "none":
-        raise ValueError(f"bias is {bias!r}; expected 'none': vLLM's native adapters carry no bias.")
-    suffixes = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+        raise ArgumentError(f"bias is {bias!r}; expected 'none': vLLM's native adapters carry no bias.")
+    suffixes = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
+    }
     unknown = sorted(set(target_modules) - suffixes)
     if unknown or not target_modules:
-        raise ValueError(
+        raise ArgumentError(
             f"target_modules {unknown or list(target_modules)} are not linear layers of this model, which has "
             f"{', '.join(sorted(suffixes - {'lm_head'}))}."
         )

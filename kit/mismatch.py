@@ -11,10 +11,10 @@ import math
 
 import torch
 
-KEYS = tuple(
-    f"mismatch/{name}"
-    for name in "abs_mean abs_p99 abs_max k1 k3 prob_abs_max seq_kl seq_abs ess ratio_max nonfinite".split()
-)
+KEYS = (
+    "mismatch/abs_mean", "mismatch/abs_p99", "mismatch/abs_max", "mismatch/k1", "mismatch/k3", "mismatch/prob_abs_max",
+    "mismatch/seq_kl", "mismatch/seq_abs", "mismatch/ess", "mismatch/ratio_max", "mismatch/nonfinite",
+)  # fmt: skip
 
 # exp() of a larger log-ratio is not representable in float32; k3 and ratio_max saturate here and stay finite.
 MAX_LOG_RATIO = 80.0

@@ -19,11 +19,8 @@ from kit.records import Run
 from kit.summary import (
     ACCURACY,
     GRAD_NORM,
-    KL,
-    LENGTH,
     LOSS_SCALE,
     MISMATCH,
-    SPEED,
     Panel,
     clip_norm,
     differing,
@@ -43,10 +40,11 @@ from kit.summary import (
 
 __all__ = ["DTYPE_STYLE", "settings_differences", "smooth", "smooth_log", "summary_text", "training_figure"]
 
-# Blue and vermilion of Okabe and Ito (2008), told apart in every common colour blindness; the ruler is near black.
+# Blue and vermilion of Okabe and Ito (2008), told apart in every common colour blindness; the vermilion a little
+# darker, so that numbers in it read well on white. The ruler, float32, is near black.
 DTYPE_STYLE = {
     "float16": {"color": "#0072b2", "linestyle": "-", "marker": "o"},
-    "bfloat16": {"color": "#d55e00", "linestyle": (0, (5, 1.6)), "marker": "s"},
+    "bfloat16": {"color": "#c75000", "linestyle": (0, (5, 1.6)), "marker": "s"},
     "float32": {"color": "#333333", "linestyle": (0, (1.2, 1.4)), "marker": "^"},
 }
 UNKNOWN_STYLE = {"color": "#7a5195", "linestyle": "-.", "marker": "D"}
@@ -71,7 +69,8 @@ def training_figure(runs: Run | Sequence[Run], *, half_life: float | None = None
     longest = max((len(run.records) for run in runs), default=0)
     half_life = half_life or max(3.0, longest / 40)
     header = _header_lines(runs)
-    rows = -(-len(runs) // 3) + len(header)
+    legend_rows = -(-len(runs) // _legend_columns(runs))
+    rows = legend_rows + len(header)
     height = 5.95 + 0.22 * rows
     figure = Figure(figsize=(10, height), dpi=dpi, facecolor=PAPER)
     FigureCanvasAgg(figure)
@@ -82,7 +81,7 @@ def training_figure(runs: Run | Sequence[Run], *, half_life: float | None = None
         _draw_panel(ax, panel, runs, half_life)
     for ax in axes[1]:
         ax.set_xlabel("step", color=FAINT, fontsize=10)
-    _draw_header(figure, runs, header)
+    _draw_header(figure, runs, header, legend_rows)
     footer = f"Points: single steps. Lines: exponentially weighted mean, half-life {number(half_life)} steps"
     figure.text(0.012, 0.018, f"{footer} (of the logarithm on log axes).", color=FAINT, fontsize=9)
     return figure
@@ -90,9 +89,9 @@ def training_figure(runs: Run | Sequence[Run], *, half_life: float | None = None
 
 def _draw_panel(ax: Axes, panel: Panel, runs: Sequence[Run], half_life: float) -> None:
     notes = [panel.unit]
+    _dress(ax, panel, max((run.records[-1]["step"] for run in runs if run.records), default=1))
     last = {index: _draw_values(ax, panel, run, style_of(runs, index), half_life) for index, run in enumerate(runs)}
     last = {index: value for index, value in last.items() if value is not None}
-    _dress(ax, panel, max((run.records[-1]["step"] for run in runs if run.records), default=1))
     if not last:
         ax.text(0.5, 0.5, "not recorded" if any(run.records for run in runs) else "no steps yet",
                 transform=ax.transAxes, ha="center", va="center", color=FAINT, fontsize=10)  # fmt: skip
@@ -141,6 +140,7 @@ def _dress(ax: Axes, panel: Panel, last_step: int) -> None:
     ax.set_title(panel.title, loc="left", color=INK, fontsize=11.5, fontweight="bold", pad=19, y=1.0)
     ax.grid(True, color=GRID, lw=0.8)
     ax.set_axisbelow(True)
+    ax.set_autoscaley_on(False)  # `_fit` does it, also for a single value
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -156,20 +156,20 @@ def _dress(ax: Axes, panel: Panel, last_step: int) -> None:
 
 
 def _fit(ax: Axes, panel: Panel) -> None:
-    """Limits: from zero where zero means something; at least a decade on log axes."""
-    low, high = ax.get_ylim()
-    if panel is ACCURACY:
-        ax.set_ylim(0, 1.03)
-    elif panel is KL:
-        ax.set_ylim(min(low, 0), max(high * 1.05, 1e-6))
-    elif panel in (SPEED, LENGTH):
-        ax.set_ylim(0, high * 1.05)
-    elif panel is LOSS_SCALE:
-        ax.set_ylim(low / 1.6, high * 1.6)
+    """Limits from what is drawn: with zero where zero means something, at least a decade on log axes."""
+    values = [value for line in ax.lines for value in line.get_ydata()]
+    low, high = min(values), max(values)
+    if panel is LOSS_SCALE:
+        ax.set_ylim(low / 1.6, high * 2.5)  # room for the marks of skipped updates
     elif panel.log:
         middle, spread = math.sqrt(low * high), max(high / low, 10)
-        low, high = middle / math.sqrt(spread) / 1.15, middle * math.sqrt(spread) * 1.35
-        ax.set_ylim(low, high)
+        ax.set_ylim(middle / math.sqrt(spread) / 1.3, middle * math.sqrt(spread) * 1.6)
+    elif panel is ACCURACY:
+        ax.set_ylim(0, 1.03)
+    else:
+        low, high = min(low, 0), max(high, 0)
+        room = 0.08 * (high - low or 1)
+        ax.set_ylim(low - room if low < 0 else 0, high + room)
 
 
 def _tick_log(ax: Axes, panel: Panel) -> None:
@@ -219,8 +219,9 @@ def _mark(
 ) -> list[str]:
     """Marks steps at a fixed height of the axes; returns the note that explains the mark, if there is any."""
     for index, marked in enumerate(steps):
-        ax.plot(marked, [height] * len(marked), transform=ax.get_xaxis_transform(), ls="none", marker=marker, ms=6,
-                mew=1.6, color=style_of(runs, index)["color"], clip_on=False)  # fmt: skip
+        if marked:
+            ax.plot(marked, [height] * len(marked), transform=ax.get_xaxis_transform(), ls="none", marker=marker, ms=6,
+                    mew=1.6, color=style_of(runs, index)["color"], clip_on=False)  # fmt: skip
     return [note] if any(steps) else []
 
 
@@ -233,17 +234,24 @@ def _header_lines(runs: Sequence[Run]) -> list[str]:
     return [provenance(runs)] + ([warning] if differences else [])
 
 
-def _draw_header(figure: Figure, runs: Sequence[Run], lines: Sequence[str]) -> None:
-    handles = []
-    for index, run in enumerate(runs):
-        name = run.name if len(run.name) <= 24 else run.name[:23] + "\u2026"
-        label = f"{name}, {plural(len(run.records), 'step')}"
-        label = label if dtype_of(run) in run.name else f"{dtype_of(run)}: {label}"
-        handles.append(Line2D([], [], lw=2.2, ms=5.5, label=label, **style_of(runs, index)))
+def _run_label(run: Run) -> str:
+    name = run.name if len(run.name) <= 24 else run.name[:23] + "\u2026"
+    label = f"{name}, {plural(len(run.records), 'step')}"
+    return label if dtype_of(run) in run.name else f"{dtype_of(run)}: {label}"
+
+
+def _legend_columns(runs: Sequence[Run]) -> int:
+    return 3 if max((len(_run_label(run)) for run in runs), default=0) <= 28 else 2
+
+
+def _draw_header(figure: Figure, runs: Sequence[Run], lines: Sequence[str], first_row: int) -> None:
+    handles = [
+        Line2D([], [], lw=2.2, ms=5.5, label=_run_label(run), **style_of(runs, index)) for index, run in enumerate(runs)
+    ]
     if handles:
-        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.004, 1.0), ncols=3, frameon=False,
-                      fontsize=10.5, labelcolor=INK, handlelength=3.2, borderpad=0.5)  # fmt: skip
+        figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.004, 1.0), ncols=_legend_columns(runs),
+                      frameon=False, fontsize=10.5, labelcolor=INK, handlelength=3.2, borderpad=0.5)  # fmt: skip
     height = figure.get_size_inches()[1]
-    for row, text in enumerate(lines, start=-(-len(runs) // 3)):
+    for row, text in enumerate(lines, start=first_row):
         color = "#b42318" if text.startswith("Warning") else FAINT
         figure.text(0.012, 1 - (0.14 + 0.22 * row) / height, text, color=color, fontsize=9.5, va="top")

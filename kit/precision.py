@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
+from kit.errors import ArgumentError
+
 NAMES = ("float32", "float16", "bfloat16")
 
 # Half the spacing of numbers near 1: 2^-(mantissa bits + 1), for 23, 10 and 7 mantissa bits.
@@ -20,7 +22,7 @@ EXPECTED_ABS_MEAN = {"float32": (0.0, 1e-5), "float16": (1e-5, 1e-2), "bfloat16"
 EXPECTED_K3 = {"float32": (0.0, 1e-9), "float16": (1e-10, 1e-4), "bfloat16": (1e-8, 5e-3)}
 
 
-class PrecisionError(ValueError):
+class PrecisionError(ArgumentError):
     """A dtype that is unknown, that this hardware lacks, or that contradicts the contract."""
 
 
@@ -60,7 +62,9 @@ class Precision:
             name, reason = hardware.recommended_dtype(hardware.detect())
             return cls(name, f"auto: {reason}")
         name = str(dtype).removeprefix("torch.")
-        name = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}.get(name, name)
+        name = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}.get(
+            name, name
+        )
         precision = cls(name)
         hardware.check_dtype(hardware.detect(), name)
         return precision
@@ -147,7 +151,9 @@ def check_arguments(precision: Precision, args) -> None:
     for flag, value in wanted.items():
         given = getattr(args, flag)
         if given and not value:
-            hint = "trl.GRPOConfig sets bf16=True when neither flag is given; kit.GRPOConfig leaves both to the contract. "
+            hint = (
+                "trl.GRPOConfig sets bf16=True when neither flag is given; kit.GRPOConfig leaves both to the contract. "
+            )
             raise PrecisionError(
                 f"{flag}=True contradicts dtype {precision.name}: autocast would run in another dtype than the "
                 f"sampler's {precision.sampler_weights}, and the two sides would disagree by construction. "

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kit.cpu_half import trainer_arithmetic
+from kit.errors import KitError
 from kit.precision import Precision
 
 # float32 on a CPU agrees to 2e-7; nothing smaller than this is worth stopping a run for.
@@ -17,7 +19,7 @@ FLOOR = 1e-5
 MARGIN = 10.0
 
 
-class SyncError(RuntimeError):
+class SyncError(KitError, RuntimeError):
     """The sampler does not hold the trainer's weights."""
 
 
@@ -53,15 +55,30 @@ class SyncProbe:
         )
 
 
-def trainer_score(model, token_ids: list[int], autocast) -> torch.Tensor:
+def trainer_score(model, token_ids: list[int], precision: Precision) -> torch.Tensor:
     """The trainer's logprob of each token but the first, shape (tokens - 1,), float32 [nats], at temperature 1."""
-    ids = torch.tensor([token_ids], device=next(model.parameters()).device)
-    with torch.no_grad(), autocast():
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    return torch.log_softmax(logits, -1).gather(-1, ids[0, 1:, None])[:, 0].cpu()
+    return next_token_logprobs(model, token_ids, precision)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
 
 
-def disagreement(model, sampler, token_ids: list[int], autocast) -> float:
-    """mean |trainer - sampler logprob| over the text [nats]; infinite when any of them is not finite."""
-    difference = trainer_score(model, token_ids, autocast) - torch.tensor(sampler.score(token_ids))
+def next_token_logprobs(model, token_ids: list[int], precision: Precision) -> torch.Tensor:
+    """The trainer's log-probabilities after each token, shape (tokens, vocabulary), float32 [nats], on the CPU."""
+    ids = torch.tensor([token_ids], device=model.device)
+    with torch.no_grad(), trainer_arithmetic(precision, model.device.type):
+        return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1).cpu()
+
+
+def disagreement(model, sampler, token_ids: list[int], precision: Precision) -> float:
+    """mean |trainer - sampler logprob| over the text [nats]; infinite when the sampler's is not finite.
+
+    Raises:
+        SyncError: the trainer's own logprobs are not finite; its weights are gone.
+    """
+    trainer = trainer_score(model, token_ids, precision)
+    if not trainer.isfinite().all():
+        raise SyncError(
+            "The trainer's own logprobs are not finite: its weights have diverged (or its activations overflow in "
+            f"{precision.name}). The record up to here is kept. Lower the learning rate, and resume from the last "
+            "checkpoint."
+        )
+    difference = trainer - torch.tensor(sampler.score(token_ids))
     return difference.abs().mean().item() if difference.isfinite().all() else float("inf")

@@ -41,6 +41,8 @@ def training_settings(args, peft_config) -> dict:
     settings = {name: plain.get(name) for name in SETTINGS}
     adapter = {"r": peft_config.r, "lora_alpha": peft_config.lora_alpha, "use_rslora": peft_config.use_rslora}
     targets = sorted(peft_config.target_modules)
-    return settings | {f"lora_{name.removeprefix('lora_')}": value for name, value in adapter.items()} | {
-        "lora_target_modules": targets
-    }
+    return (
+        settings
+        | {f"lora_{name.removeprefix('lora_')}": value for name, value in adapter.items()}
+        | {"lora_target_modules": targets}
+    )

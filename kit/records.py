@@ -163,8 +163,8 @@ class RunWriter(_RunPaths):
                 if name == "records.jsonl" and kept:
                     last = kept[-1][1]
             if last != step and step > 0:
-                warnings.warn(f"{path}: the checkpoint is of step {step}, the record ends at step {last or 0}; the steps "
-                              "between were lost before they reached the disk.", stacklevel=2)  # fmt: skip
+                warnings.warn(f"{path}: the checkpoint is of step {step}, the record ends at step {last or 0}; what is "
+                              "between was lost before it reached the disk.", stacklevel=2)  # fmt: skip
             info = _read_info(path)
             info |= {"status": "running", "resumed_from": [*info.get("resumed_from", []), step]}
             _write_info(path, info)
@@ -174,7 +174,7 @@ class RunWriter(_RunPaths):
             raise
 
     def write(self, record: dict) -> None:
-        """One line: RECORD_KEYS in order (null where missing), then any other keys. ValueError if the step is not new."""
+        """One line: RECORD_KEYS in order (null where missing), then other keys. ValueError if the step is not new."""
         step = record["step"]
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(f"step {step} is already recorded in {self.path} (last: {self.last_step}).")
@@ -235,13 +235,13 @@ class RunWriter(_RunPaths):
         if error.errno not in FULL:
             return error
         safe = "nothing was recorded yet" if self.last_step is None else f"the record up to step {self.last_step}"
-        return RunDiskFull(error.errno, f"No room to write {what} in {self.path} ({os.strerror(error.errno)}). Safe: {safe}, "
-                                        "and the checkpoints already saved. Make room, then resume.")  # fmt: skip
+        reason = f"No room to write {what} in {self.path} ({os.strerror(error.errno)})."
+        return RunDiskFull(error.errno, f"{reason} Safe: {safe}, and the checkpoints saved. Make room, then resume.")
 
 
 @dataclass
 class Run(_RunPaths):
-    """A run as it was written, also while it is written or after it was killed. `warnings` says what could not be read."""
+    """A run as it was written, also while it is, or after a kill. `warnings` says what could not be read."""
 
     path: Path
     info: dict
@@ -299,6 +299,17 @@ def _read_info(path: Path) -> dict:
 def _write_info(path: Path, info: dict) -> None:
     text = json.dumps(plain(info, "run.json"), indent=2, allow_nan=False)
     replace_file(path / "run.json", text.encode("ascii") + b"\n")
+
+
+def annotate(path: str | os.PathLike, **info: object) -> None:
+    """Merges into run.json of a run that nobody writes any more, for example an evaluation made after it."""
+    path = Path(path)
+    require_run(path)
+    lock = RunLock(path)
+    try:
+        _write_info(path, _read_info(path) | info)
+    finally:
+        lock.release()
 
 
 def list_runs(root: str | os.PathLike = "runs") -> list[Path]:

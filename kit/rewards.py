@@ -4,11 +4,13 @@ import functools
 import math
 from collections.abc import Callable
 
+from kit.errors import ArgumentError
+
 # Reward functions whose mean is the share of right answers; the record's `accuracy` comes from the first one present.
 ACCURACY_REWARDS = ("correct_answer", "accuracy_reward")
 
 
-class RewardError(ValueError):
+class RewardError(ArgumentError):
     """A reward function raised, or returned something that is not one finite number a completion."""
 
 
@@ -60,7 +62,7 @@ def _check(name, rewards, completions):
             finite = False
         if not finite:
             raise RewardError(
-                f"Reward function {name!r} returned {reward!r} for completion {index}: {str(completions[index])[:80]!r}. "
-                f"Expected a finite number, or None where the reward does not apply."
+                f"Reward function {name!r} returned {reward!r} for completion {index}: "
+                f"{str(completions[index])[:80]!r}. Expected a finite number, or None where the reward does not apply."
             )
     return rewards

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from kit.errors import ArgumentError, KitError
 from kit.precision import Precision
 
 # vLLM reads these when an engine is built. VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in any case: the engine must live in
@@ -29,11 +30,11 @@ DEFAULT_ENVIRONMENT = {
 ADAPTER_NAME, ADAPTER_ID = "policy", 1
 
 
-class SamplerUnavailable(ImportError):
+class SamplerUnavailable(KitError, ImportError):
     """vLLM is missing or installed twice."""
 
 
-class SamplerClosed(RuntimeError):
+class SamplerClosed(KitError, RuntimeError):
     """A closed sampler was asked to work."""
 
 
@@ -65,7 +66,7 @@ class SamplingSettings:
             return None
         return (
             f"{', '.join(used)}: the sampler renormalises over the tokens it keeps, so its logprob of a kept token is "
-            f"larger than the trainer's by -log(kept probability mass). The mismatch measured here contains that offset."
+            f"larger than the trainer's by -log(kept probability mass). The measured mismatch contains that offset."
         )
 
 
@@ -292,7 +293,7 @@ class VLLMSampler:
     def _check_prompts(self, prompts, max_tokens):
         longest = max(map(len, prompts), default=0)
         if longest + max_tokens > self.max_seq_length:
-            raise ValueError(
+            raise ArgumentError(
                 f"The longest prompt has {longest} tokens and {max_tokens} more may be sampled, but max_seq_length is "
                 f"{self.max_seq_length}. Load the model with max_seq_length={longest + max_tokens} or more, or sample "
                 f"fewer tokens."
@@ -319,7 +320,7 @@ def _completion(output) -> Completion:
 def _tensor_dtypes(model) -> dict[str, set[torch.dtype]]:
     """Runs inside the engine: dtypes of base weights and of stacked adapters."""
     adapters, weights = set(), set()
-    for name, parameter in model.named_parameters():
+    for parameter in model.parameters():
         if parameter.is_floating_point():
             weights.add(parameter.dtype)
     for module in model.modules():

@@ -5,7 +5,6 @@ through the public hook `rollout_func`, keeps the dtype contract, proves each sy
 On-policy, the mismatch comes from the loss's own forward pass: no extra pass is made for it.
 """
 
-import contextlib
 import copy
 import math
 import time
@@ -23,6 +22,7 @@ from kit.cpu_half import float16_products
 from kit.loading import Loaded
 from kit.meter import StepMeter
 from kit.precision import check_arguments
+from kit.preparation import adapt_arguments, check_dataset, check_model, compute_backward_in
 from kit.probe import SyncProbe, disagreement
 from kit.records import RunWriter
 from kit.rewards import ACCURACY_REWARDS, checked_reward
@@ -50,7 +50,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     Raises:
         kit.precision.PrecisionError: arguments that contradict the contract.
-        ValueError: a dataset that is empty or has no `prompt`, prompts that do not fit, a model without an adapter.
+        kit.errors.ArgumentError: no adapter, an empty dataset or one without `prompt`, prompts that do not fit.
     """
 
     def __init__(
@@ -67,17 +67,19 @@ class GRPOTrainer(trl.GRPOTrainer):
         callbacks=None,
         optimizers=(None, None),
     ):
-        self.loaded: Loaded = _check_model(model)
+        self.loaded: Loaded = check_model(model)
         args = copy.copy(args) if args is not None else GRPOConfig()
         check_arguments(self.loaded.precision, args)
-        _check_dataset(train_dataset, processing_class, args, self.loaded)
+        check_dataset(train_dataset, processing_class, args, self.loaded)
         self.run_dir = Path(args.output_dir)
         correction = args.use_vllm and args.vllm_importance_sampling_correction
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(
             model=model,
-            reward_funcs=[checked_reward(f) if callable(f) and not isinstance(f, torch.nn.Module) else f for f in functions],
-            args=_adapt_arguments(args, self.loaded),
+            reward_funcs=[
+                checked_reward(f) if callable(f) and not isinstance(f, torch.nn.Module) else f for f in functions
+            ],
+            args=adapt_arguments(args, self.loaded),
             train_dataset=train_dataset,
             processing_class=processing_class,
             callbacks=[*(callbacks or []), _EachStep(self)],
@@ -87,7 +89,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         attach_scaler(self.accelerator, self.loaded.precision)
-        self._compute_backward_in(self._arithmetic)
+        compute_backward_in(self.accelerator, self._arithmetic)
         if correction:  # TRL's own correction code, fed by this sampler; costs TRL's extra forward pass
             self.use_vllm, self._last_loaded_step = True, -1
             self.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
@@ -169,8 +171,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self._probe is None:
             self._measure_baseline()
         self._meter.values["sync/seconds"] = self.sampler.load_adapter(self.accelerator.unwrap_model(self.model))
-        measured = disagreement(self.model, self.sampler, self._probe_ids, self.scoring)
-        self._meter.values["sync/probe_abs"] = self._probe.check(measured, self.state.global_step)
+        self._meter.values["sync/probe_abs"] = self._probe.check(self._disagreement(), self.state.global_step)
         self._synced_step = self.state.global_step
 
     def _measure_baseline(self):
@@ -180,29 +181,16 @@ class GRPOTrainer(trl.GRPOTrainer):
         completion = self.sampler.generate([prompt], settings, [request_seed(self.args.seed, -1, 0)])[0]
         self._probe_ids = prompt + completion.token_ids
         with self.model.disable_adapter():
-            baseline = disagreement(self.model, self.sampler, self._probe_ids, self.scoring)
-        self._probe = SyncProbe(self.loaded.precision, baseline)
+            self._probe = SyncProbe(self.loaded.precision, self._disagreement())
 
     # ---- arithmetic ----
 
     def _arithmetic(self):
         """What the trainer's products are computed in, where the CPU lacks the contract's dtype."""
-        return float16_products(self.accelerator.device.type, self.loaded.precision.autocast)
+        return float16_products(self.loaded.precision, self.accelerator.device.type)
 
-    @contextlib.contextmanager
-    def scoring(self):
-        """The context of a forward pass outside the loss: autocast and arithmetic of the contract."""
-        with self._arithmetic(), self.accelerator.autocast():
-            yield
-
-    def _compute_backward_in(self, context):
-        backward = self.accelerator.backward
-
-        def backward_in_context(loss, **kwargs):
-            with context():
-                backward(loss, **kwargs)
-
-        self.accelerator.backward = backward_in_context
+    def _disagreement(self):
+        return disagreement(self.model, self.sampler, self._probe_ids, self.loaded.precision)
 
     # ---- measuring ----
 
@@ -233,7 +221,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return loss
 
     def _policy_logprobs_and_base(self, model, inputs):
-        """(policy, base) logprobs for the KL: TRL's reference logprobs with beta, else those of a share of the batch."""
+        """(policy, base) logprobs for the KL: TRL's reference with beta, else those of a share of the batch."""
         if "ref_per_token_logps" in inputs:
             return self._loss_logprobs, inputs["ref_per_token_logps"]
         rows = math.ceil(len(self._loss_logprobs) * self.args.kl_share) if isinstance(self.args, GRPOConfig) else 1
@@ -267,7 +255,9 @@ class GRPOTrainer(trl.GRPOTrainer):
     def _measured(self):
         scaler = self.accelerator.scaler
         metrics = self._metrics["train"]
-        accuracy = next((f"rewards/{name}/mean" for name in ACCURACY_REWARDS if f"rewards/{name}/mean" in metrics), None)
+        accuracy = next(
+            (f"rewards/{name}/mean" for name in ACCURACY_REWARDS if f"rewards/{name}/mean" in metrics), None
+        )
         return self._meter.finish() | {
             "accuracy": metrics[accuracy][-1] if accuracy else None,
             "completion_length": metrics["completions/mean_length"][-1],
@@ -338,49 +328,6 @@ def _sample(prompts, trainer):
     now = time.perf_counter()
     trainer._meter.add_rollout(sum(map(len, trainer._sampled_ids)), now - sampling, now - started)
     return output
-
-
-def _check_model(model) -> Loaded:
-    from peft import PeftModel
-
-    if not isinstance(model, PeftModel):
-        raise ValueError(
-            f"GRPOTrainer got a {type(model).__name__} without an adapter. Add one with "
-            f"FastLanguageModel.get_peft_model(model, r=..., lora_alpha=...): only adapters are trained, in float32."
-        )
-    if not isinstance(getattr(model, "kit", None), Loaded):
-        raise ValueError("This model carries no precision contract. Load it with kit.FastLanguageModel.from_pretrained.")
-    return model.kit
-
-
-def _check_dataset(dataset, tokenizer, args, loaded):
-    if dataset is None or len(dataset) == 0:
-        raise ValueError("train_dataset is empty. Expected at least one row with a column 'prompt'.")
-    if "prompt" not in dataset.column_names:
-        raise ValueError(f"train_dataset has no column 'prompt'; it has {', '.join(dataset.column_names)}.")
-    first = dataset[: min(len(dataset), 2000)]["prompt"]
-    if not isinstance(first[0], str):
-        return  # conversations are rendered by TRL, and checked when they are sampled from
-    longest = max(map(len, tokenizer(first).input_ids))
-    if longest + args.max_completion_length > loaded.max_seq_length:
-        raise ValueError(
-            f"max_seq_length is {loaded.max_seq_length}, too small: the longest prompt has {longest} tokens, and "
-            f"max_completion_length asks for {args.max_completion_length} more. Load the model with max_seq_length="
-            f"{longest + args.max_completion_length} or more, or lower max_completion_length."
-        )
-
-
-def _adapt_arguments(args, loaded):
-    """The arguments TRL gets: dtype flags from the contract, its own engine off, checkpoints inside the run's folder."""
-    precision = loaded.precision
-    args.bf16, args.fp16 = precision.name == "bfloat16", precision.name == "float16"
-    args.mixed_precision = precision.mixed_precision
-    args.use_vllm = False
-    args.logging_steps = 1
-    args.output_dir = str(Path(args.output_dir) / "checkpoints")
-    if args.gradient_checkpointing is None:
-        args.gradient_checkpointing = loaded.gradient_checkpointing
-    return args
 
 
 def _listeners(on_record, trainer):

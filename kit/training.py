@@ -1,0 +1,197 @@
+"""A whole run from one frozen value: load, evaluate, train, evaluate, record. `python -m kit train` calls it.
+
+The notebooks do the same in separate cells; nothing here is needed to follow them.
+"""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from kit.records import Run, RunNotFound
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Settings of a run; the defaults suit the bundled model on two CPU cores.
+
+    `completions` a step are sampled in groups of `group` (so `completions / group` prompts), and trained on in
+    micro-batches of `micro_batch` (0: all at once). `problems` training problems are drawn with `seed`.
+    `held_out` problems, which are not trained on, are evaluated before and after; 0 skips that.
+    """
+
+    model: str = "tiny"
+    dtype: str = "float16"
+    steps: int = 40
+    learning_rate: float = 2e-3
+    rank: int = 16
+    alpha: int = 32
+    group: int = 8
+    completions: int = 64
+    micro_batch: int = 0
+    problems: int = 512
+    max_prompt_length: int = 32
+    max_completion_length: int = 96
+    temperature: float = 1.0
+    beta: float = 0.0
+    loss_type: str = "dapo"
+    sync: str = "native"
+    save_steps: int = 10
+    held_out: int = 0
+    gpu_memory_utilization: float = 0.5
+    seed: int = 0
+
+    def differences(self, other: "TrainSettings") -> list[str]:
+        """Names of the settings in which two runs differ."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
+
+def load(settings: TrainSettings):
+    """(PEFT model, tokenizer) for these settings."""
+    from kit.loading import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=settings.model,
+        max_seq_length=settings.max_prompt_length + settings.max_completion_length,
+        dtype=settings.dtype,
+        max_lora_rank=settings.rank,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        max_num_seqs=settings.completions,
+    )
+    model = FastLanguageModel.get_peft_model(
+        model, r=settings.rank, lora_alpha=settings.alpha, random_state=settings.seed
+    )
+    return model, tokenizer
+
+
+def training_arguments(settings: TrainSettings, out: str | Path):
+    """The `kit.GRPOConfig` of these settings."""
+    from kit.config import GRPOConfig
+
+    micro_batch = settings.micro_batch or settings.completions
+    return GRPOConfig(
+        output_dir=str(out),
+        max_steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        lr_scheduler_type="linear",
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=settings.completions // micro_batch,
+        num_generations=settings.group,
+        max_completion_length=settings.max_completion_length,
+        temperature=settings.temperature,
+        beta=settings.beta,
+        loss_type=settings.loss_type,
+        sync=settings.sync,
+        save_steps=settings.save_steps,
+        seed=settings.seed,
+    )
+
+
+def train(settings: TrainSettings, out: str | Path, *, resume: bool = False, on_record=None, run_control=None) -> Run:
+    """Train on the bundled arithmetic and return the finished run's record.
+
+    Raises:
+        kit.records.RunExists: `out` holds a run and `resume` is false; nothing is loaded then.
+        whatever loading and training raise; the record keeps every finished step.
+    """
+    from kit import arithmetic
+    from kit.records import RunExists, free_path
+    from kit.trainer import GRPOTrainer
+
+    if not resume and free_path(out) != Path(out):
+        raise RunExists(
+            f"{out} already holds a run. Resume it (--resume {out}), or take a free name: {free_path(out)}."
+        )
+    model, tokenizer = load(settings)
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=arithmetic.correct_answer,
+        args=training_arguments(settings, out),
+        train_dataset=arithmetic.make_dataset("rl", settings.problems, settings.seed),
+        on_record=on_record,
+        run_info={"train_settings": asdict(settings), "task": "arithmetic"},
+        run_control=run_control,
+    )
+    try:
+        before = None if resume else _held_out(model, tokenizer, settings)
+        trainer.train(resume_from_checkpoint=resume)
+        _summarise(trainer.run_dir, before, _held_out(model, tokenizer, settings))
+    finally:
+        trainer.sampler.close()
+    return Run.load(out)
+
+
+def settings_of(run_dir: str | Path) -> TrainSettings:
+    """The settings that a run was started with, for resuming it.
+
+    Raises:
+        RunNotFound: no run there, or one that was not started by `train`.
+    """
+    info = Run.load(run_dir).info
+    if "train_settings" not in info:
+        raise RunNotFound(f"{run_dir} was not started by `python -m kit train`; resume it where it was started.")
+    return TrainSettings(**info["train_settings"])
+
+
+def _held_out(model, tokenizer, settings):
+    if not settings.held_out:
+        return None
+    from kit import arithmetic
+    from kit.evaluation import evaluate
+
+    return evaluate(
+        model,
+        tokenizer,
+        arithmetic.make_dataset("test", settings.held_out, settings.seed),
+        arithmetic.correct_answer,
+        seed=settings.seed,
+    )
+
+
+def _summarise(run_dir, before, after):
+    from kit.records import annotate
+
+    run = Run.load(run_dir)
+    first, last = run.records[0], run.records[-5:]
+    accuracies = [r["accuracy"] for r in last if r["accuracy"] is not None]
+    summary = {
+        "steps": run.records[-1]["step"],
+        "accuracy_first": first["accuracy"],
+        "accuracy_last5": sum(accuracies) / len(accuracies) if accuracies else None,
+        "held_out_before": before and before.pass_at_1,
+        "held_out_after": after and after.pass_at_1,
+        "held_out_standard_error": after and after.standard_error,
+    }
+    annotate(run_dir, summary=summary)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m kit train`: one for each setting."""
+    for field in fields(TrainSettings):
+        name = "--" + field.name.replace("_", "-")
+        parser.add_argument(name, type=type(field.default), default=field.default, help=f"default {field.default}")
+    parser.add_argument("--out", help="folder of the run, for example runs/NAME; must not hold one")
+    parser.add_argument("--resume", metavar="RUN", help="go on with this run from its last checkpoint, as it was set")
+    parser.add_argument("--json", action="store_true", help="print records and summary as JSON at the end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`python -m kit train`: train, report, return the exit status."""
+    if bool(args.out) == bool(args.resume):
+        print("error: give either --out runs/NAME for a new run, or --resume runs/NAME.", file=sys.stderr)
+        return 2
+    out = args.resume or args.out
+    if args.resume:
+        settings = settings_of(out)
+    else:
+        settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
+    finished = train(settings, out, resume=bool(args.resume))
+    if args.json:
+        print(json.dumps({"run": str(out), "info": finished.info, "records": finished.records}, indent=1))
+    else:
+        from kit.summary import summary_text
+
+        print(summary_text([finished]))
+    return 0
