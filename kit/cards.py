@@ -9,20 +9,22 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from kit.errors import ArgumentError
 
-class UnknownCard(LookupError):
+
+class UnknownCard(ArgumentError, LookupError):
     """A card name that is not in the table."""
 
 
 def check_capability(capability: tuple[int, int]) -> tuple[int, int]:
-    """The compute capability itself, or a ValueError that says what one looks like.
+    """The compute capability itself, or an ArgumentError that says what one looks like.
 
     >>> check_capability((7, 5))
     (7, 5)
     """
     major, minor = capability
     if not (1 <= major <= 13 and 0 <= minor <= 9):
-        raise ValueError(f"compute capability {major}.{minor} does not exist; they run from 1.0 to 12.1, a T4 has 7.5")
+        raise ArgumentError(f"compute capability {major}.{minor} does not exist; expected 1.0 to 12.1, a T4 has 7.5")
     return capability
 
 
@@ -34,7 +36,7 @@ def parse_capability(text: str) -> tuple[int, int]:
     """
     match = re.fullmatch(r"(\d+)\.(\d)", str(text).strip())
     if match is None:
-        raise ValueError(f"{text!r} is not a compute capability; expected a number like '7.5' or '9.0'")
+        raise ArgumentError(f"{text!r} is not a compute capability; expected a number like '7.5' or '9.0'")
     return check_capability((int(match[1]), int(match[2])))
 
 
@@ -67,14 +69,14 @@ class Hardware:
 
     def __post_init__(self):
         if self.kind not in ("cuda", "cpu"):
-            raise ValueError(f"hardware kind is 'cuda' or 'cpu', not {self.kind!r}")
+            raise ArgumentError(f"hardware kind is 'cuda' or 'cpu', not {self.kind!r}")
         if (self.kind == "cuda") != (self.capability is not None):
-            raise ValueError(f"a GPU has a compute capability, a CPU none; got {self.kind!r} with {self.capability}")
+            raise ArgumentError(f"a GPU has a compute capability, a CPU none; got {self.kind!r} with {self.capability}")
         if self.capability is not None:
             check_capability(self.capability)
         for label, value in (("memory", self.memory_gib), ("free memory", self.free_gib)):
             if value is not None and not (math.isfinite(value) and 0 < value <= 65536):
-                raise ValueError(f"{label} of {self.name!r} is in GiB and above 0; got {value}")
+                raise ArgumentError(f"{label} of {self.name!r} is in GiB and above 0; got {value}")
 
     @property
     def label(self) -> str:
@@ -177,7 +179,7 @@ def from_facts(
     """
     if not name:
         if capability is None:
-            raise ValueError("describe the hardware by a card's name or by its compute capability")
+            raise ArgumentError("describe the hardware by a card's name or by its compute capability")
         return Hardware(f"a GPU of capability {dotted(capability)}", "cuda", capability, memory_gib)
     try:
         card = lookup(name)
@@ -187,7 +189,7 @@ def from_facts(
         return Hardware(name, "cuda", capability, memory_gib)
     if capability is not None and capability != card.capability:
         known = "none, it is a CPU" if card.capability is None else dotted(card.capability)
-        raise ValueError(f"{name!r} has compute capability {known}, not {dotted(capability)}; correct one of the two")
+        raise ArgumentError(f"{name!r} has compute capability {known}, not {dotted(capability)}; correct one of them")
     return replace(card, name=name, memory_gib=card.memory_gib if memory_gib is None else memory_gib)
 
 

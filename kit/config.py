@@ -18,8 +18,8 @@ class GRPOConfig(trl.GRPOConfig):
     `vllm_importance_sampling_correction=True`; every step is logged; `output_dir` is the run's folder.
 
     Args:
-        kl_share: share of each micro-batch on which the KL to the base model is measured when `beta` is 0 (at least one
-            sequence). Costs one forward pass of that share, without gradients.
+        kl_share: share of each step's completions on which the KL to the base model is measured when `beta` is 0 (at
+            least one, at most a micro-batch). Costs one forward pass of that share, without gradients.
         sync: "native" loads the adapter as an adapter; "merged" adds it to 16-bit base weights as TRL does.
     """
 

@@ -32,7 +32,10 @@ def compare_logprobs(sampler_logprobs_V, trainer_logprobs_V, *, top_k: int = 10)
     """
     p_log, q_log = sampler_logprobs_V.double(), trainer_logprobs_V.double()
     p, q = p_log.exp(), q_log.exp()
-    kl = torch.where(p > 0, p * (p_log - q_log), 0.0).sum().item()
+    # sum p (q/p - 1 - log q/p) equals sum p log(p/q), without its first-order terms: those cancel only in exact
+    # arithmetic, and their float32 rounding (1e-7) is larger than the whole KL in float16
+    d = q_log - p_log
+    kl = torch.where(p > 0, p * (torch.expm1(d) - d), q).sum().item()
     k = min(top_k, len(p))
     overlap = len(set(p.topk(k).indices.tolist()) & set(q.topk(k).indices.tolist())) / k
     return kl, 0.5 * (p - q).abs().sum().item(), overlap
@@ -58,7 +61,7 @@ def compare_distributions(model, token_ids: list[int], positions, *, top_k: int 
         raise ArgumentError(f"Positions {wrong} are outside the text; expected 1 to {len(token_ids)}.")
     if isinstance(model, PeftModel):
         loaded.sampler.load_adapter(model)
-    trainer_TV = next_token_logprobs(model, token_ids, loaded.precision)
+    trainer_TV = next_token_logprobs(model, token_ids, loaded.precision).cpu()
     comparisons = []
     for position in positions:
         trainer_V = trainer_TV[position - 1]

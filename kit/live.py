@@ -6,7 +6,7 @@
 In a notebook two outputs appear in the cell that trains: the figure (`plots.training_figure`) and the same in words.
 Each has a display id and is only ever updated; nothing is cleared, no widget is involved, and the executed notebook
 keeps the last frame. Threads of the view publish, a process of its own draws (painter.py), so a step only appends to a
-list. Drawing is throttled to a share of the machine's processor time by what it measurably costs.
+list. Drawing is throttled to a share of the run's time, by what it measurably costs.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import base64
 import json
 import os
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,10 @@ from kit.summary import number, summary_text
 
 LIVE_DPI, FINAL_DPI = 100, 200  # both shown at the size of 100
 SHORTEST_PAUSE_S = 0.5  # between frames; faster is not read by anyone
-MOST_CORES = 4  # a container may be allowed fewer than it sees
+# What a second of drawing costs the run. The drawing process has the lowest priority, so it takes idle time; but where
+# two processors share a core (Colab's do), it still slows its neighbour by about a quarter.
+NEIGHBOUR_COST = 0.25
+WORDS_WIDTH = 88  # columns that a notebook shows beside an open file browser
 
 
 def progress_line(records: Sequence[dict], total: int | None = None) -> str:
@@ -59,6 +63,14 @@ def progress_line(records: Sequence[dict], total: int | None = None) -> str:
     return "  ".join(parts)
 
 
+def wrapped(text: str) -> str:
+    """The lines of a text broken at spaces to WORDS_WIDTH; a notebook would break them within words."""
+    indent = "      "
+    return "\n".join(
+        textwrap.fill(line, WORDS_WIDTH, subsequent_indent=indent, break_long_words=False) for line in text.splitlines()
+    )
+
+
 def in_notebook() -> bool:
     """Whether a Jupyter kernel runs this code: a terminal, also IPython's, cannot update an image in place."""
     if "IPython" not in sys.modules:
@@ -70,16 +82,17 @@ def in_notebook() -> bool:
 
 
 class _Updater(threading.Thread):
-    """Calls `publish` when there is news and one more call, as costly as those so far, stays within the share.
+    """Calls `publish` when there is news and one more call, as costly as those so far, stays within the share of time.
 
-    publish(last) returns what it cost [s of processor time]. The first and the last call are always made.
+    The cost is this thread's processor time, and what `publish(last)` returns: seconds lost elsewhere. The first and
+    the last call are always made.
     """
 
     def __init__(self, publish: Callable[[bool], float], share: float):
         super().__init__(name="kit.LiveView", daemon=True)
         self._publish, self._share = publish, share
         self._condition, self._news, self._closing = threading.Condition(), False, False
-        self.calls, self.seconds = 0, 0.0
+        self.calls, self.seconds, self.cost = 0, 0.0, 0.0
         self.start()
 
     def notify(self) -> None:
@@ -94,34 +107,38 @@ class _Updater(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        started = last = time.monotonic()
-        while not self._closing:
+        began = previous = time.monotonic()
+        last = False
+        while not last:
             with self._condition:
-                while not self._closing and not (self._news and self._affordable(started, last)):
+                while not self._closing and not (self._news and self._affordable(began, previous)):
                     self._condition.wait(SHORTEST_PAUSE_S / 2 if self._news else None)
-                self._news = False
-            self.seconds += self._publish(self._closing)
-            self.calls, last = self.calls + 1, time.monotonic()
+                last, self._news = self._closing, False
+            start = time.thread_time()
+            elsewhere = self._publish(last)
+            spent = time.thread_time() - start
+            self.seconds, self.cost = self.seconds + spent, self.cost + spent + elsewhere
+            self.calls, previous = self.calls + 1, time.monotonic()
 
-    def _affordable(self, started: float, last: float) -> bool:
+    def _affordable(self, began: float, previous: float) -> bool:
         if self.calls == 0:
             return True
         now = time.monotonic()
-        budget = self._share * min(os.cpu_count() or 1, MOST_CORES) * (now - started)
-        return self.seconds * (1 + 1 / self.calls) <= budget and now - last >= SHORTEST_PAUSE_S
+        cost = self.cost * (1 + 1 / self.calls)
+        return cost <= self._share * (now - began) and now - previous >= SHORTEST_PAUSE_S
 
 
 class LiveView:
     """Shows a run while it is made. Call it with each record; `begin` before the first, `close` after the last.
 
-    compare: finished runs to draw beside the live one. share: of the machine's processor time that the view may take.
-    What it took: `frames`; `draw_seconds`, processor time of drawing and publishing; `step_seconds` and
-    `slowest_step_s`, the time the training thread spent here, in all and at most.
+    compare: finished runs to draw beside the live one. share: of the run's time that the view may cost.
+    What it took: `frames`; processor time `draw_seconds` in the drawing process and `publish_seconds` in this one;
+    `step_seconds` and `slowest_step_s`, the time that the training thread spent here, in all and at most.
     """
 
     def __init__(self, compare: Sequence[Run] = (), share: float = 0.02):
         self.compare, self.share = list(compare), share
-        self.step_seconds, self.slowest_step_s = 0.0, 0.0
+        self.draw_seconds, self.step_seconds, self.slowest_step_s = 0.0, 0.0, 0.0
         self.problem = ""
         self.info, self.total, self.records = {}, None, []
         self._painter = Painter()
@@ -194,27 +211,27 @@ class LiveView:
         return self._updaters[1].calls if self._updaters else 0
 
     @property
-    def draw_seconds(self) -> float:
+    def publish_seconds(self) -> float:
         return sum(updater.seconds for updater in self._updaters)
 
     def _publish_words(self, last: bool) -> float:
-        start = time.thread_time()
         lines = [progress_line(self.records, self.total)] if self.records and not last else []
         lines.append(summary_text(self.runs))
         if self.problem:
             lines.append(f"The figure is drawn at the end only: {self.problem}")
-        self._words.update({"text/plain": "\n".join(lines)}, raw=True)
-        return time.thread_time() - start
+        self._words.update({"text/plain": wrapped("\n".join(lines))}, raw=True)
+        return 0.0
 
     def _publish_figure(self, last: bool) -> float:
-        start, runs = time.thread_time(), self.runs
+        runs = self.runs
         frame = self._draw(runs, last)
         if frame is None:
             return 0.0
         data = {"image/png": frame.png, "text/plain": "Figure of the run; the same in words follows."}
         size = {"width": frame.width, "height": frame.height, "alt": summary_text(runs)}
         self._figure.update(data, raw=True, metadata={"image/png": size})
-        return frame.seconds + time.thread_time() - start
+        self.draw_seconds += frame.seconds
+        return NEIGHBOUR_COST * frame.seconds
 
     def _draw(self, runs: Sequence[Run], last: bool) -> Frame | None:
         """In the drawing process; in this one if that has failed, and then only the last frame."""

@@ -33,7 +33,7 @@ class Loaded:
     sampler: "object | None"
     max_seq_length: int
     max_lora_rank: int
-    shared_weights: str = "a second copy"
+    shared_weights: str
     gradient_checkpointing: bool = False
 
 
@@ -61,7 +61,7 @@ class FastLanguageModel:
         *,
         max_num_seqs: int = 64,
         random_state: int = 3407,
-        enforce_eager: bool | None = None,
+        start: str = "fast",
         vllm_arguments: dict | None = None,
     ):
         """Load a causal language model for training and, next to it, the sampler that will speak for it.
@@ -77,14 +77,14 @@ class FastLanguageModel:
             gpu_memory_utilization: share of the card for the sampler (of the free memory, on a CPU).
             max_num_seqs: completions sampled at once.
             random_state: seed of the engine.
-            enforce_eager: see `kit.sampler.VLLMSampler`.
+            start: "fast", "compiled" or "eager": see `kit.sampler.VLLMSampler`.
             vllm_arguments: further vLLM engine arguments.
 
         Returns:
             (model, tokenizer); `model.kit` holds precision and sampler, `model.fast_generate` samples.
 
         Raises:
-            ModelNotFound, kit.precision.PrecisionError, kit.sampler.SamplerUnavailable, kit.errors.ArgumentError.
+            ModelNotFound, kit.precision.PrecisionError, kit.engine.SamplerUnavailable, kit.errors.ArgumentError.
         """
         _check_numbers(max_seq_length, max_lora_rank, gpu_memory_utilization, max_num_seqs)
         precision = Precision.of(dtype)
@@ -105,17 +105,19 @@ class FastLanguageModel:
                 max_lora_rank=max_lora_rank,
                 gpu_memory_utilization=gpu_memory_utilization,
                 max_num_seqs=max_num_seqs,
-                enforce_eager=enforce_eager,
+                start=start,
                 seed=random_state,
                 engine_arguments=vllm_arguments,
             )
             _current.append(sampler)
-        model = _load_trainer_model(path, precision)
-        if not fast_inference:
+        if fast_inference:
+            model, weights = _shared_or_copy(path, precision, sampler)
+        else:
+            model, weights = _load_trainer_model(path, precision), "one copy, the sampler uses the trainer's"
             from kit.transformers_sampler import TransformersSampler
 
             sampler = TransformersSampler(model, tokenizer, precision, max_seq_length=max_seq_length)
-        model.kit = Loaded(precision, path, sampler, max_seq_length, max_lora_rank)
+        model.kit = Loaded(precision, path, sampler, max_seq_length, max_lora_rank, weights)
         _add_fast_generate(model, tokenizer)
         return model, tokenizer
 
@@ -252,6 +254,16 @@ def _load_tokenizer(path):
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _shared_or_copy(path, precision, sampler):
+    """(trainer model, how its weights are held): views of vLLM's where that is possible, else a second copy."""
+    from kit.shared_weights import CannotShare, shared_model
+
+    try:
+        return shared_model(path, sampler, precision), "shared with the sampler"
+    except CannotShare as reason:
+        return _load_trainer_model(path, precision), f"a second copy ({reason})"
 
 
 def _load_trainer_model(path, precision):

@@ -7,7 +7,7 @@ import torch
 from kit.mismatch import kl_k3, mismatch_metrics
 
 # Completions of a step for which every token's mismatch is written down (the first groups of the batch).
-TOKEN_ROWS = 16
+TOKEN_ROWS = 8
 
 
 class StepMeter:
@@ -41,6 +41,11 @@ class StepMeter:
         self._sampler.append(sampler_PT)
         self._mask.append(mask_PT)
         self._rows.append(rows_P)
+
+    @property
+    def has_kl(self) -> bool:
+        """True once the KL of this step has been sampled."""
+        return bool(self._kl)
 
     def add_kl(self, policy_PT, base_PT, mask_PT) -> None:
         """Logprobs of policy and base model on the completions (or on the first of them)."""

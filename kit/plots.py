@@ -56,7 +56,7 @@ def style_of(runs: Sequence[Run], index: int) -> dict:
     dtype = dtype_of(runs[index])
     earlier = sum(dtype_of(run) == dtype for run in runs[:index])
     style = DTYPE_STYLE.get(dtype, UNKNOWN_STYLE)
-    white = 1 - 0.65**earlier
+    white = min(1 - 0.65**earlier, 0.65)
     return style | {"color": tuple(channel + (1 - channel) * white for channel in to_rgb(style["color"]))}
 
 
@@ -235,7 +235,7 @@ def _header_lines(runs: Sequence[Run]) -> list[str]:
 
 
 def _run_label(run: Run) -> str:
-    name = run.name if len(run.name) <= 24 else run.name[:23] + "\u2026"
+    name = run.name if len(run.name) <= 24 else f"{run.name[:10]}\u2026{run.name[-13:]}"  # names differ at their ends
     label = f"{name}, {plural(len(run.records), 'step')}"
     return label if dtype_of(run) in run.name else f"{dtype_of(run)}: {label}"
 

@@ -162,6 +162,11 @@ def check_arguments(precision: Precision, args) -> None:
     for flag in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, flag):
             raise PrecisionError(f"{flag}=True recasts the whole model, adapters included; the contract forbids it.")
+    if args.cast_lm_head_to_fp32 and precision.logits != torch.float32:
+        raise PrecisionError(
+            f"cast_lm_head_to_fp32=True contradicts dtype {precision.name}: the trainer's logits would be float32, the "
+            f"sampler's {precision.name}. Remove it, or load the model with dtype='float32'."
+        )
     asked = (args.model_init_kwargs or {}).get("dtype") or (args.model_init_kwargs or {}).get("torch_dtype")
     if asked not in (None, "auto") and str(asked).removeprefix("torch.") != precision.name:
         raise PrecisionError(

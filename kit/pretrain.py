@@ -36,9 +36,9 @@ class Recipe:
     """Everything that decides the weights. Learning rates warm up linearly, hold, and fall linearly to 0."""
 
     seed: int = 0
-    steps: int = 700
-    batch_size: int = 32
-    muon_lr: float = 0.015
+    steps: int = 1400
+    batch_size: int = 16
+    muon_lr: float = 0.012
     muon_weight_decay: float = 0.01
     adamw_lr: float = 3e-3
     warmup_steps: int = 50

@@ -57,14 +57,15 @@ class SyncProbe:
 
 def trainer_score(model, token_ids: list[int], precision: Precision) -> torch.Tensor:
     """The trainer's logprob of each token but the first, shape (tokens - 1,), float32 [nats], at temperature 1."""
-    return next_token_logprobs(model, token_ids, precision)[:-1].gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+    following = torch.tensor(token_ids[1:], device=model.device)[:, None]
+    return next_token_logprobs(model, token_ids, precision)[:-1].gather(-1, following)[:, 0].cpu()
 
 
 def next_token_logprobs(model, token_ids: list[int], precision: Precision) -> torch.Tensor:
-    """The trainer's log-probabilities after each token, shape (tokens, vocabulary), float32 [nats], on the CPU."""
+    """The trainer's log-probabilities after each token, shape (tokens, vocabulary), float32 [nats]."""
     ids = torch.tensor([token_ids], device=model.device)
     with torch.no_grad(), trainer_arithmetic(precision, model.device.type):
-        return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1).cpu()
+        return torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float(), -1)
 
 
 def disagreement(model, sampler, token_ids: list[int], precision: Precision) -> float:

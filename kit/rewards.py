@@ -1,7 +1,7 @@
 """Reward functions made safe: what they return is checked, and a fault is named before it can reach the gradient."""
 
 import functools
-import math
+import inspect
 from collections.abc import Callable
 
 from kit.errors import ArgumentError
@@ -9,13 +9,16 @@ from kit.errors import ArgumentError
 # Reward functions whose mean is the share of right answers; the record's `accuracy` comes from the first one present.
 ACCURACY_REWARDS = ("correct_answer", "accuracy_reward")
 
+# Rewards are float32 in TRL; a larger one would become infinite there.
+LARGEST_REWARD = 3.4e38
+
 
 class RewardError(ArgumentError):
     """A reward function raised, or returned something that is not one finite number a completion."""
 
 
 def checked_reward(function: Callable) -> Callable:
-    """The same reward function (TRL's signature) with its result checked.
+    """The same reward function (TRL's signature, plain or async) with its result checked.
 
     Raises (when called):
         RewardError: it raised; it returned another number of rewards than there are completions; a reward is NaN,
@@ -28,13 +31,28 @@ def checked_reward(function: Callable) -> Callable:
     """
     name = getattr(function, "__name__", type(function).__name__)
 
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        try:
-            rewards = function(*args, **kwargs)
-        except Exception as error:
-            raise RewardError(f"Reward function {name!r} raised {type(error).__name__}: {error}") from error
-        return _check(name, rewards, kwargs["completions"])
+    def fault(error):
+        return RewardError(f"Reward function {name!r} raised {type(error).__name__}: {error}")
+
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+
+        @functools.wraps(function)
+        async def checked(*args, **kwargs):
+            try:
+                rewards = await function(*args, **kwargs)
+            except Exception as error:
+                raise fault(error) from error
+            return _check(name, rewards, kwargs["completions"])
+
+    else:
+
+        @functools.wraps(function)
+        def checked(*args, **kwargs):
+            try:
+                rewards = function(*args, **kwargs)
+            except Exception as error:
+                raise fault(error) from error
+            return _check(name, rewards, kwargs["completions"])
 
     checked.__name__ = name
     return checked
@@ -57,8 +75,8 @@ def _check(name, rewards, completions):
         if reward is None:
             continue
         try:
-            finite = math.isfinite(reward)
-        except TypeError:
+            finite = bool(abs(reward) <= LARGEST_REWARD)  # false for NaN
+        except (TypeError, ValueError, RuntimeError):  # no number; an array or a tensor of several
             finite = False
         if not finite:
             raise RewardError(

@@ -3,6 +3,7 @@
 import hashlib
 import math
 
+from kit.errors import ArgumentError
 from kit.sampler import Completion, SamplingSettings
 
 
@@ -19,7 +20,11 @@ def request_seed(run_seed: int, step: int, index: int) -> int:
 
 def sampling_settings(args) -> SamplingSettings:
     """The sampling part of a `trl.GRPOConfig`."""
-    stop = (args.generation_kwargs or {}).get("stop", ())
+    further = args.generation_kwargs or {}
+    unknown = sorted(set(further) - {"stop", "ignore_eos"})
+    if unknown:
+        raise ArgumentError(f"generation_kwargs {', '.join(unknown)} are not supported; expected stop or ignore_eos.")
+    stop = further.get("stop", ())
     return SamplingSettings(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -27,6 +32,7 @@ def sampling_settings(args) -> SamplingSettings:
         top_k=args.top_k or 0,
         min_p=args.min_p or 0.0,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        ignore_eos=further.get("ignore_eos", False),
     )
 
 

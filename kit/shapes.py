@@ -9,11 +9,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from kit.errors import ArgumentError
+
 BUNDLED = Path(__file__).parent / "models"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
-class UnknownModel(LookupError):
+class UnknownModel(ArgumentError, LookupError):
     """A model whose configuration is not known here."""
 
 
@@ -38,7 +40,7 @@ class ModelShape:
     def __post_init__(self):
         for label in ("vocabulary", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim"):
             if getattr(self, label) < 1:
-                raise ValueError(f"{label} of {self.name} is {getattr(self, label)}; a model has at least 1")
+                raise ArgumentError(f"{label} of {self.name} is {getattr(self, label)}; a model has at least 1")
 
     @property
     def query_size(self) -> int:
@@ -90,10 +92,10 @@ class ModelShape:
         66060288
         """
         if rank < 1:
-            raise ValueError(f"an adapter has rank 1 or more; got {rank}")
+            raise ArgumentError(f"an adapter has rank 1 or more; got {rank}")
         shapes = self.projections()
         if unknown := [name for name in target_modules if name not in shapes]:
-            raise ValueError(f"{unknown} are no linear layers of {self.name}; its layers are {', '.join(PROJECTIONS)}")
+            raise ArgumentError(f"{unknown} are no linear layers of {self.name}; expected {', '.join(PROJECTIONS)}")
         return self.layers * sum(rank * sum(shapes[name]) for name in target_modules)
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
@@ -131,7 +133,7 @@ def shape_of(model: str | Path) -> ModelShape:
     text = str(model)
     for folder in (Path(text), BUNDLED / text):
         if text and (folder / "config.json").is_file():
-            return from_config(json.loads((folder / "config.json").read_text()), name=folder.name)
+            return from_config(_read(folder / "config.json"), name=folder.name)
     known = {name.lower(): shape for name, shape in KNOWN.items()}
     tail = text.rsplit("/", 1)[-1].lower()
     if tail not in known:
@@ -142,8 +144,18 @@ def shape_of(model: str | Path) -> ModelShape:
     return known[tail]
 
 
+def _read(file: Path) -> dict:
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ArgumentError(f"{file} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ArgumentError(f"{file} holds a {type(config).__name__}, expected a model's configuration")
+    return config
+
+
 def from_config(config: dict, name: str = "model") -> ModelShape:
-    """The shape that a transformers configuration (as a dict) describes; a ValueError names what is missing.
+    """The shape that a transformers configuration (as a dict) describes; an ArgumentError names what is missing.
 
     >>> config = dict(model_type="llama", vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=2,
     ...               num_attention_heads=2)
@@ -155,7 +167,7 @@ def from_config(config: dict, name: str = "model") -> ModelShape:
         raise UnknownModel(f"{name} is of the family {family!r}; sizes are known for llama, qwen2 and qwen3")
     needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     if missing := [key for key in needed if not isinstance(config.get(key), int)]:
-        raise ValueError(f"the configuration of {name} lacks {', '.join(missing)}")
+        raise ArgumentError(f"the configuration of {name} lacks {', '.join(missing)}")
     vocabulary, hidden, intermediate, layers, heads = (config[key] for key in needed)
     return ModelShape(
         name,

@@ -122,14 +122,16 @@ def labels(runs: Sequence[Run]) -> list[str]:
 def settings_differences(runs: Sequence[Run]) -> dict[str, dict[str, object]]:
     """What differs between runs, beyond dtype: {"settings.learning_rate": {"a": 1e-5, "b": 2e-5}}; {} if nothing does.
 
-    Compared is all of run.json except names, times and results. A setting that a run lacks counts as None.
+    Compared is all of run.json except names, times and results. A setting that a run lacks counts as None. One that is
+    recorded in two places, with the same values, is listed once.
     """
     flats = {label: _flat(run.info) for label, run in zip(labels(runs), runs, strict=True)}
     out = {}
     for key in dict.fromkeys(key for flat in flats.values() for key in flat):
         if not (DTYPE_SETTINGS | NOT_SETTINGS) & set(key.split(".")):
             values = {name: flat.get(key) for name, flat in flats.items()}
-            if any(value != next(iter(values.values())) for value in values.values()):
+            differs = any(value != next(iter(values.values())) for value in values.values())
+            if differs and (key.split(".")[-1], values) not in [(known.split(".")[-1], out[known]) for known in out]:
                 out[key] = values
     return out
 

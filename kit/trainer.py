@@ -5,6 +5,7 @@ through the public hook `rollout_func`, keeps the dtype contract, proves each sy
 On-policy, the mismatch comes from the loss's own forward pass: no extra pass is made for it.
 """
 
+import contextlib
 import copy
 import math
 import time
@@ -19,12 +20,13 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from kit import checkpoints, provenance
 from kit.config import GRPOConfig
 from kit.cpu_half import float16_products
+from kit.live import LiveView
 from kit.loading import Loaded
 from kit.meter import StepMeter
 from kit.precision import check_arguments
 from kit.preparation import adapt_arguments, check_dataset, check_model, compute_backward_in
 from kit.probe import SyncProbe, disagreement
-from kit.records import RunWriter
+from kit.records import Run, RunWriter
 from kit.rewards import ACCURACY_REWARDS, checked_reward
 from kit.rollout import request_seed, rollout_output, sampling_settings
 from kit.scaling import attach_scaler, first_nonfinite_activation, first_nonfinite_gradient
@@ -72,6 +74,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         check_arguments(self.loaded.precision, args)
         check_dataset(train_dataset, processing_class, args, self.loaded)
         self.run_dir = Path(args.output_dir)
+        own = args if isinstance(args, GRPOConfig) else GRPOConfig()
+        self._kl_share, self._merged = own.kl_share, own.sync == "merged"
         correction = args.use_vllm and args.vllm_importance_sampling_correction
         functions = reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]
         super().__init__(
@@ -98,7 +102,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         if self.settings.bias():
             print(f"Note: {self.settings.bias()}")
         self.run_info, self.run_control = run_info or {}, run_control
-        self._listeners = _listeners(on_record, self)
+        self._listeners = _listeners(on_record)
         self._writer: RunWriter | None = None
         self._meter = StepMeter()
         self._synced_step: int | None = None
@@ -127,11 +131,11 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._writer = RunWriter.resume(self.run_dir, checkpoints.step_of(checkpoint))
         else:
             self._writer = RunWriter.create(self.run_dir, self._info())
-        with self._writer as writer:
+        with self._shown(self._writer), self._writer as writer:
             try:
                 audit(self)
                 result = super().train(resume_from_checkpoint=checkpoint, **kwargs)
-                writer.update(status="stopped" if self.control_stopped else "finished")
+                writer.update(status="finished" if self.state.global_step >= self.state.max_steps else "stopped")
                 return result
             except KeyboardInterrupt:
                 self.sampler.close()
@@ -139,10 +143,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             finally:
                 checkpoints.save_adapter(self.model, writer.adapter_dir)
 
-    @property
-    def control_stopped(self) -> bool:
-        """True when the run was stopped from outside before its last step."""
-        return self.state.global_step < self.state.max_steps
+    @contextlib.contextmanager
+    def _shown(self, writer):
+        """Live views among the listeners get the run's beginning, its earlier steps if it is resumed, and its end."""
+        views = [listener for listener in self._listeners if isinstance(listener, LiveView)]
+        for view in views:
+            view.begin(writer.info, total=self.args.max_steps)
+            view.records.extend(Run.load(writer.path).records)
+        try:
+            yield
+        finally:
+            for view in views:
+                view.close(status=writer.info["status"])
 
     def _info(self) -> dict:
         return {
@@ -170,12 +182,14 @@ class GRPOTrainer(trl.GRPOTrainer):
             return
         if self._probe is None:
             self._measure_baseline()
-        self._meter.values["sync/seconds"] = self.sampler.load_adapter(self.accelerator.unwrap_model(self.model))
+        load = self.sampler.load_merged if self._merged else self.sampler.load_adapter
+        self._meter.values["sync/seconds"] = load(self.accelerator.unwrap_model(self.model))
         self._meter.values["sync/probe_abs"] = self._probe.check(self._disagreement(), self.state.global_step)
         self._synced_step = self.state.global_step
 
     def _measure_baseline(self):
         """How far apart the two sides are on the base model: what the dtype explains."""
+        self.sampler.drop_adapter()  # it may hold one, of an evaluation or of an earlier run
         prompt = self._tokenize_prompts([self.train_dataset[0]["prompt"]])[0][0]
         settings = replace(self.settings, max_tokens=min(PROBE_TOKENS, self.settings.max_tokens))
         completion = self.sampler.generate([prompt], settings, [request_seed(self.args.seed, -1, 0)])[0]
@@ -215,19 +229,20 @@ class GRPOTrainer(trl.GRPOTrainer):
             # after an update within the batch the loss's forward is a newer policy; TRL then kept the old logprobs
             trainer = inputs.get("old_per_token_logps", self._loss_logprobs)
             self._meter.add_batch(trainer, inputs["sampling_per_token_logps"], mask, inputs["row"])
-            self._meter.add_kl(*self._policy_logprobs_and_base(model, inputs), mask)
+            self._measure_kl(model, inputs, mask)
             if not torch.isfinite(loss):
                 self._name_bad_activation(model, inputs)
         return loss
 
-    def _policy_logprobs_and_base(self, model, inputs):
-        """(policy, base) logprobs for the KL: TRL's reference with beta, else those of a share of the batch."""
+    def _measure_kl(self, model, inputs, mask):
+        """KL to the base: from TRL's reference with beta, else from some completions of the first micro-batch."""
         if "ref_per_token_logps" in inputs:
-            return self._loss_logprobs, inputs["ref_per_token_logps"]
-        rows = math.ceil(len(self._loss_logprobs) * self.args.kl_share) if isinstance(self.args, GRPOConfig) else 1
-        with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
-            base = self._forward_logprobs(model, inputs, rows)
-        return self._loss_logprobs[:rows], base
+            self._meter.add_kl(self._loss_logprobs, inputs["ref_per_token_logps"], mask)
+        elif not self._meter.has_kl:
+            completions = len(mask) * self.current_gradient_accumulation_steps
+            rows = min(len(mask), math.ceil(completions * self._kl_share))
+            with torch.no_grad(), self.accelerator.unwrap_model(model).disable_adapter():
+                self._meter.add_kl(self._loss_logprobs, self._forward_logprobs(model, inputs, rows), mask)
 
     def _forward_logprobs(self, model, inputs, rows):
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[:rows]
@@ -324,16 +339,14 @@ def _sample(prompts, trainer):
     completions = trainer.sampler.generate(prompt_ids, trainer.settings, seeds)
     output = rollout_output(prompt_ids, completions, trainer.processing_class.eos_token_id)
     trainer._sampled_ids = output["completion_ids"]
-    trainer._probe_ids = prompt_ids[0] + output["completion_ids"][0]
+    trainer._probe_ids = prompt_ids[0] + output["completion_ids"][0][:PROBE_TOKENS]
     now = time.perf_counter()
     trainer._meter.add_rollout(sum(map(len, trainer._sampled_ids)), now - sampling, now - started)
     return output
 
 
-def _listeners(on_record, trainer):
+def _listeners(on_record):
     if on_record is None:
-        from kit.live import LiveView
-
         return [LiveView()]
     return list(on_record) if isinstance(on_record, (list, tuple)) else [on_record]
 

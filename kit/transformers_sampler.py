@@ -4,6 +4,7 @@ Slower (the H200 sampled 265 tokens/s with it and 7,072 with vLLM, 32 sequences)
 kit is about: it shares the trainer's kernels. It says so when it is built.
 """
 
+import contextlib
 import time
 
 import torch
@@ -12,7 +13,7 @@ from kit.cpu_half import trainer_arithmetic
 from kit.errors import ArgumentError
 from kit.precision import Precision
 from kit.probe import next_token_logprobs, trainer_score
-from kit.sampler import Completion, SamplingSettings
+from kit.sampler import Completion, SamplerClosed, SamplingSettings
 
 
 class TransformersSampler:
@@ -30,7 +31,8 @@ class TransformersSampler:
     def __init__(self, model, tokenizer, precision: Precision, *, max_seq_length: int):
         import transformers
 
-        self.model, self.tokenizer, self.precision, self.max_seq_length = model, tokenizer, precision, max_seq_length
+        self._model, self.tokenizer, self.precision, self.max_seq_length = model, tokenizer, precision, max_seq_length
+        self._adapter_off = contextlib.nullcontext
         self.version, self.start_seconds, self.weights_version = transformers.__version__, 0.0, 0
         print(
             "Sampling with transformers, not vLLM: expect tens of times less speed, and a mismatch between two uses of "
@@ -40,14 +42,26 @@ class TransformersSampler:
     @property
     def is_closed(self) -> bool:
         """True after `close`."""
-        return self.model is None
+        return self._model is None
+
+    @property
+    def model(self):
+        """The model it samples from; raises SamplerClosed after `close`."""
+        if self._model is None:
+            raise SamplerClosed("This sampler was closed. Load the model again with FastLanguageModel.from_pretrained.")
+        return self._model
 
     def load_adapter(self, model) -> float:
         """Sample from this PEFT model from now on; its adapter is used in place, nothing is copied."""
         started = time.perf_counter()
-        self.model = model
+        self._model, self._adapter_off = model, contextlib.nullcontext
         self.weights_version += 1
         return time.perf_counter() - started
+
+    def drop_adapter(self) -> None:
+        """Sample from the base model again."""
+        if hasattr(self.model, "disable_adapter"):
+            self._adapter_off = self.model.disable_adapter
 
     @torch.no_grad()
     def generate(
@@ -60,7 +74,7 @@ class TransformersSampler:
         random_state = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         training = self.model.training
         self.model.eval()
-        with random_state, trainer_arithmetic(self.precision, device.type):
+        with random_state, self._adapter_off(), trainer_arithmetic(self.precision, device.type):
             if seeds:
                 torch.manual_seed(seeds[0])
             output = self.model.generate(
@@ -77,11 +91,13 @@ class TransformersSampler:
 
     def score(self, token_ids: list[int]) -> list[float]:
         """logprob of each token but the first [nats], at temperature 1."""
-        return trainer_score(self.model, token_ids, self.precision).tolist()
+        with self._adapter_off():
+            return trainer_score(self.model, token_ids, self.precision).tolist()
 
     def next_token_logprobs(self, token_ids: list[int]) -> torch.Tensor:
         """log-probabilities of every next token, shape (vocabulary,), float32 [nats]."""
-        return next_token_logprobs(self.model, token_ids, self.precision)[-1]
+        with self._adapter_off():
+            return next_token_logprobs(self.model, token_ids, self.precision)[-1].cpu()
 
     def realised(self) -> dict[str, set]:
         """The dtypes of base weights and adapters in use; keys and values have the dtype of the activations."""
@@ -92,7 +108,7 @@ class TransformersSampler:
 
     def close(self) -> float:
         """Let go of the model; the trainer may still hold it, so no memory is promised back."""
-        self.model = None
+        self._model = None
         return 0.0
 
     def _cut(self, ids, logprobs):
@@ -112,7 +128,8 @@ class TransformersSampler:
 
 def _generation_arguments(settings, tokenizer):
     arguments = {"max_new_tokens": settings.max_tokens, "do_sample": settings.temperature > 0}
-    arguments |= {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    arguments |= {"eos_token_id": None if settings.ignore_eos else tokenizer.eos_token_id}
+    arguments |= {"pad_token_id": tokenizer.pad_token_id}
     if settings.temperature > 0:
         arguments |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k}
         arguments |= {"min_p": settings.min_p or None}

@@ -161,7 +161,8 @@ def completion_browser(run: Run) -> object:
 
     def show_step(_: object = None) -> None:
         groups = groups_of(run, step.value)
-        prompt.options = [(_one_line(text), text) for text in groups]
+        prompt.options = [(f"{place}. {_one_line(text)}", text) for place, text in enumerate(groups, start=1)]
+        prompt.value = next(iter(groups))
 
     def show_group(_: object = None) -> None:
         rows = groups_of(run, step.value).get(prompt.value, [])
@@ -204,7 +205,7 @@ def control_panel(
         pause.disabled = stop.disabled = state == "stopping"
         label.value = {
             "running": "running",
-            "paused": "paused after this step",
+            "paused": "paused before the next step",
             "stopping": "stopping after this step",
         }[state]
 

@@ -242,6 +242,12 @@ def test_what_differs_beyond_dtype_is_listed_and_warned_of():
     assert not [text for text in texts(training_figure([fp16, bf16])) if "Warning" in text]
 
 
+def test_a_setting_recorded_twice_is_listed_once():
+    one, two = (a_run("float16", FP16, name, settings={"beta": beta}, train_settings={"beta": beta, "seed": beta})
+                for name, beta in (("a", 0.0), ("b", 0.1)))  # fmt: skip
+    assert list(settings_differences([one, two])) == ["settings.beta", "train_settings.seed"]
+
+
 def test_runs_of_one_name_are_told_apart():
     one, two = a_run("float16", FP16, seed=1), a_run("float16", FP16, seed=2)
     two.path = Path("elsewhere/float16")

