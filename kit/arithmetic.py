@@ -1,9 +1,9 @@
 """The bundled model's task: addition with visible work, and text that is honestly noisy about it.
 
-A problem reads ``Q: 24+67=?`` and its completion ``<think>steps: 4+7+0=1c 2+6+1=9</think> 91``: one digit a step from the
-right, each step naming both digits, the carry that comes in, the digit that goes out, and ``c`` if a carry leaves. The
-corpus mixes three styles: a careful one, a quick one that slips and forgets carries, and plain guesses. A model trained
-on it answers part of the problems right, which is what reinforcement learning needs to begin with.
+A problem reads `Q: 24+67=?` and its completion `<think>steps: 4+7+0=1c 2+6+1=9</think> 91`: one digit a step from
+the right, each step naming both digits, the carry that comes in, the digit that goes out, and `c` if a carry leaves.
+The corpus mixes three styles: a careful one, a quick one that slips and forgets carries, and plain guesses. A model
+trained on it answers part of the problems right, which is what reinforcement learning needs to begin with.
 
 Everything is deterministic from a seed, and the splits are disjoint by a hash of the problem. Pure Python: transformers
 and datasets are imported only by the functions that return their objects.
@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
+
+from kit.errors import ArgumentError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -40,7 +42,7 @@ _FINAL_ANSWER = re.compile(r"\s*(-?[0-9]{1,18})\s*\.?\s*")
 
 @dataclass(frozen=True)
 class Problem:
-    """The sum ``a + b`` of two numbers of equally many digits."""
+    """The sum `a + b` of two numbers of equally many digits."""
 
     a: int
     b: int
@@ -55,7 +57,7 @@ class Problem:
 
     @property
     def split(self) -> str:
-        """Name of the split that holds this problem; ``a + b`` and ``b + a`` are always together."""
+        """Name of the split that holds this problem; `a + b` and `b + a` are always together."""
         return _split_of(self.a, self.b)
 
 
@@ -63,8 +65,8 @@ class Problem:
 class Style:
     """A way of writing completions: how often it is used, and how wrong it goes.
 
-    ``share`` is its part of the corpus, ``slip`` the chance that a digit is written wrong, ``drop_carry`` the chance that
-    a carry is forgotten in the next step. ``label`` opens the work, ``separator`` stands between its steps.
+    `share` is its part of the corpus, `slip` the chance that a digit is written wrong, `drop_carry` the chance that
+    a carry is forgotten in the next step. `label` opens the work, `separator` stands between its steps.
     """
 
     label: str
@@ -93,11 +95,11 @@ def _split_of(a: int, b: int) -> str:
 
 def _check_split(split: str) -> None:
     if split not in SPLIT_PERCENT:
-        raise ValueError(f"unknown split {split!r}: expected one of {', '.join(map(repr, SPLIT_PERCENT))}")
+        raise ArgumentError(f"unknown split {split!r}: expected one of {', '.join(map(repr, SPLIT_PERCENT))}")
 
 
 def stream(split: str, rng: random.Random) -> Iterator[Problem]:
-    """Problems of a split without end, repeats allowed; every number of digits in ``DIGITS`` is equally likely.
+    """Problems of a split without end, repeats allowed; every number of digits in `DIGITS` is equally likely.
 
     Raises ValueError for an unknown split.
     """
@@ -122,7 +124,7 @@ def prompt_text(problem: Problem) -> str:
 def completion_text(problem: Problem, rng: random.Random, style: Style | None = None) -> str:
     """A completion in the given style, or in one drawn by its share of the corpus (then guesses occur too).
 
-    The answer is what the shown work leads to, so a slip in the work is a slip in the answer. Without end-of-text token.
+    The answer is what the shown work leads to, so a slip in the work is a slip in the answer. No end-of-text token.
 
     >>> completion_text(Problem(24, 67), random.Random(0), CAREFUL)
     '<think>steps: 4+7+0=1c 2+6+1=9</think> 91'
@@ -155,7 +157,7 @@ def _work(problem: Problem, rng: random.Random, style: Style) -> tuple[list[str]
 
 
 def _guess(problem: Problem, rng: random.Random) -> int:
-    """A number near the answer, of which one digit is off; right with probability ``GUESS_RIGHT``."""
+    """A number near the answer, of which one digit is off; right with probability `GUESS_RIGHT`."""
     if rng.random() < GUESS_RIGHT:
         return problem.answer
     place = 10 ** rng.randrange(problem.digits)
@@ -163,7 +165,7 @@ def _guess(problem: Problem, rng: random.Random) -> int:
 
 
 def answer_of(text: str) -> int | None:
-    """The number that follows the last ``</think>``, or None if anything but that number stands there.
+    """The number that follows the last `</think>`, or None if anything but that number stands there.
 
     Raises TypeError for text that is not a string (chat messages, for instance).
 
@@ -183,7 +185,7 @@ def answer_of(text: str) -> int | None:
 def correct_answer(completions: list[str], answer: list[str], **kwargs: object) -> list[float]:
     """Reward of TRL's signature: 1.0 where a completion's answer is exactly the expected one, else 0.0.
 
-    Its mean is the accuracy. ``kwargs`` are the columns that TRL also passes; none is used.
+    Its mean is the accuracy. `kwargs` are the columns that TRL also passes; none is used.
 
     >>> correct_answer(["<think>i guess it is 91</think> 91", "91"], ["91", "91"])
     [1.0, 0.0]
@@ -199,9 +201,9 @@ def _pool(split: str, digits: int) -> tuple[tuple[int, int], ...]:
 
 
 def make_dataset(split: str, size: int, seed: int) -> Dataset:
-    """``size`` different problems of a split: columns ``prompt`` (str), ``answer`` (str) and ``digits`` (int).
+    """`size` different problems of a split: columns `prompt` (str), `answer` (str) and `digits` (int).
 
-    Numbers of digits are equally likely until one is used up (``rl`` has some 1,600 two-digit problems).
+    Numbers of digits are equally likely until one is used up (`rl` has some 1,600 two-digit problems).
     Raises ValueError for an unknown split, and for a size below 1 or above the number of problems in the split.
     """
     from datasets import Dataset
@@ -210,7 +212,7 @@ def make_dataset(split: str, size: int, seed: int) -> Dataset:
     pools = [_pool(split, digits) for digits in DIGITS]
     available = sum(map(len, pools))
     if not 1 <= size <= available:
-        raise ValueError(
+        raise ArgumentError(
             f"cannot make a dataset of {size} problems: split {split!r} holds {available} different ones. "
             f"Ask for a size between 1 and {available}."
         )
@@ -227,7 +229,7 @@ def make_dataset(split: str, size: int, seed: int) -> Dataset:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: 64 ids, left padding, ``<eos>`` ends a completion, ``<unk>`` stands for any other character."""
+    """One token a character: 64 ids, left padding, `<eos>` ends a completion, `<unk>` is any other character."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 

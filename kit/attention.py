@@ -35,11 +35,12 @@ class AttentionRule:
 _VLLM = "https://github.com/vllm-project/vllm"
 _DOCS = "https://docs.vllm.ai/en"
 # 0.11.2 on Turing: the pin that Unsloth's GRPO notebooks moved to after runs on Colab's T4s. 0.10.2 on Volta: the last
-# with the V0 engine, whose xFormers attention served it.
+# with the V0 engine, on which it was documented.
 _T4_PIN = "https://github.com/unslothai/notebooks/pull/336"
 ATTENTION = (
-    AttentionRule((7, 0), (7, 2), "0", "0.11.0", "ok", "XFORMERS",
-                  "xFormers serves it on the V0 engine", sources=(f"{_VLLM}/issues/13398",)),
+    AttentionRule((7, 0), (7, 2), "0", "0.11.0", "warn", "XFORMERS",
+                  "documented, on the V0 engine; but xFormers was reported both to serve it and to lack kernels for it",
+                  sources=(f"{_DOCS}/v0.9.0/getting_started/installation/gpu.html", f"{_VLLM}/issues/10662")),
     AttentionRule((7, 0), (7, 2), "0.11.0", "0.20.0", "warn", "FLEX_ATTENTION or TRITON_ATTN",
                   "0.11.0 removed the V0 engine, 0.12.0 xFormers; Triton supports 8.0 and above, hangs were reported",
                   "vllm==0.10.2", (f"{_VLLM}/pull/36439",)),

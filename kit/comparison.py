@@ -5,13 +5,15 @@ Scope: a table over `kit.report.final_figures`; how arms are checked is in `kit.
 
 import argparse
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from kit.errors import ArgumentError
 from kit.records import Run
-from kit.report import final_figures
-from kit.summary import differing, fairness_text, labels, number, provenance
+from kit.report import LAST, final_figures
+from kit.summary import differing, dtype_of, fairness_text, finite, labels, number, provenance, skipped_steps
 
 # figure -> (its row in the table, whether a ratio of two runs says something)
 ROWS = {
@@ -38,10 +40,11 @@ def compare(runs: Sequence[Run]) -> dict:
     """{"runs": {label: final figures}, "differences": {setting: {label: value}}, "fair": differ in dtype at most}.
 
     Raises:
-        ArgumentError: fewer than two runs, or one without a step.
+        ArgumentError: fewer than two runs, the same run twice, or one without a step.
     """
-    if len(runs) < 2:
-        raise ArgumentError(f"A comparison needs at least two runs; got {len(runs)}.")
+    if len(runs) < 2 or len({run.path.resolve() for run in runs}) < len(runs):
+        given = ", ".join(str(run.path) for run in runs)
+        raise ArgumentError(f"A comparison needs at least two different runs; got {given}.")
     if empty := [str(run.path) for run in runs if not run.records]:
         raise ArgumentError(f"No step is recorded in {', '.join(empty)}; there is nothing to compare yet.")
     figures = dict(zip(labels(runs), map(final_figures, runs), strict=True))
@@ -73,6 +76,57 @@ def _word(value):
 def _ratio(values):
     first, second = values
     return f"{number(second / first)} x" if first and second is not None else ""
+
+
+def statements(first: Run, second: Run) -> list[str]:
+    """What two runs show, in sentences computed from their records: mismatch, learning, stability.
+
+    A difference of accuracies counts as one beyond two standard errors of the last steps' means.
+    """
+    return [_mismatch_statement(first, second), _learning_statement(first, second), _stability_statement(first, second)]
+
+
+def _mismatch_statement(first, second):
+    one, two = final_figures(first), final_figures(second)
+    ratio = two["mismatch_abs_mean_median"] / one["mismatch_abs_mean_median"]
+    k3 = two["mismatch_k3_median"] / one["mismatch_k3_median"]
+    theory = {("float16", "bfloat16"): " Three bits of significand explain 8 and 64."}
+    return (
+        f"Mismatch: |d| of {dtype_of(second)} is {number(ratio)} times {dtype_of(first)}'s, its k3 {number(k3)} times "
+        f"(medians over the steps).{theory.get((dtype_of(first), dtype_of(second)), '')}"
+    )
+
+
+def _learning_statement(first, second):
+    (a, error_a), (b, error_b) = map(_accuracy, (first, second))
+    words = f"{dtype_of(first)} {a:.3f} ± {error_a:.3f}, {dtype_of(second)} {b:.3f} ± {error_b:.3f}"
+    noise = 2 * math.hypot(error_a, error_b)
+    if abs(b - a) <= noise:
+        verdict = "the same within noise, so in this run one learned as well as the other"
+    else:
+        verdict = f"{dtype_of(second if b > a else first)} learned more, by more than the noise ({noise:.3f})"
+    return f"Learning: accuracy over the last steps {words}: {verdict}."
+
+
+def _accuracy(run):
+    """(mean, standard error of the mean) of the last steps' accuracies."""
+    values = [value for value in finite(run, "accuracy") if value is not None][-2 * LAST :]
+    if len(values) < 2:
+        raise ArgumentError(f"{run.path} has {len(values)} steps with an accuracy; expected at least 2.")
+    return statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+
+
+def _stability_statement(first, second):
+    parts = []
+    for run in (first, second):
+        norms = [value for value in finite(run, "grad_norm") if value is not None]
+        peak = max(norms) / statistics.median(norms) if norms and statistics.median(norms) else math.nan
+        lost = len(run.records) - len(norms)
+        parts.append(
+            f"{dtype_of(run)}: largest gradient norm {peak:.1f} times its median, {lost} without a finite one, "
+            f"{len(skipped_steps(run))} updates skipped"
+        )
+    return f"Stability: {'; '.join(parts)}."
 
 
 def save_comparison(runs: Sequence[Run], target: str | Path | None = None) -> Path:

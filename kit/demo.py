@@ -50,8 +50,9 @@ class Execution(threading.Thread):
         self._environment, self._on_heading = os.environ | environment, on_heading
         resources = {"metadata": {"path": str(path.parent)}}
         self._client = NotebookClient(
-            self.notebook, timeout=None, kernel_name="python3", resources=resources, on_cell_start=self._cell_started
-        )
+            self.notebook, timeout=None, kernel_name="python3", resources=resources, on_cell_start=self._cell_started,
+            extra_arguments=["--IPKernelApp.log_level=ERROR"],
+        )  # fmt: skip
 
     def run(self) -> None:
         try:
@@ -141,15 +142,17 @@ def export(notebook, target: Path) -> tuple[Path, Path]:
     return target, page
 
 
-def demo(out: str | Path, *, steps: int, dtype: str = "float16", model: str = "tiny", notebook: Path = NOTEBOOK) -> Run:
-    """Execute the notebook and return the run it made, drawn and exported.
+def demo(
+    out: str | Path, *, steps: int, dtype: str = "float16", model: str = "tiny", notebook: Path | None = None
+) -> Run:
+    """Execute the notebook (02, unless another is given) and return the run it made, drawn and exported.
 
     Raises:
         RunExists: `out` holds a run; nothing is written.
         ArgumentError: the notebook is not there, or fewer than one step.
         DemoFailed: a cell failed or was interrupted; the notebook up to there is kept.
     """
-    out = Path(out).absolute()
+    out, notebook = Path(out).absolute(), notebook or NOTEBOOK
     if free_path(out) != out:
         raise RunExists(f"{out} already holds a run, and is left as it is. Remove it, or give --out {free_path(out)}.")
     if steps < 1:

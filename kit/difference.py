@@ -8,17 +8,20 @@ from collections.abc import Mapping, Sequence
 from kit.summary import number
 
 
-def token_table(tokens: Sequence[str], sampler_logprobs: Sequence[float], trainer_logprobs: Sequence[float]) -> str:
-    """A row a token: its text, both logprobs and d [nats].
+def token_table(
+    tokens: Sequence[str], sampler_logprobs: Sequence[float], trainer_logprobs: Sequence[float], most: int = 12
+) -> str:
+    """The `most` tokens that the sampler was least sure of, in their order: place, text, both logprobs and d [nats].
 
-    >>> print(token_table(["4", "2"], [-0.5, -0.25], [-0.5, -0.251]))
-    token        sampler      trainer          d
-    '4'        -0.500000    -0.500000          0
-    '2'        -0.250000    -0.251000      -1e-3
+    >>> print(token_table(["4", "2", "7"], [-0.5, -0.001, -0.25], [-0.5, -0.001, -0.251], most=2))
+    place  token        sampler      trainer          d
+        1  '4'        -0.500000    -0.500000          0
+        3  '7'        -0.250000    -0.251000     -0.001
     """
-    lines = [f"{'token':8}{'sampler':>12} {'trainer':>12} {'d':>10}"]
-    for token, sampler, trainer in zip(tokens, sampler_logprobs, trainer_logprobs, strict=True):
-        lines.append(f"{token!r:8}{sampler:>12.6f} {trainer:>12.6f} {number(trainer - sampler):>10}")
+    rows = list(zip(range(1, len(tokens) + 1), tokens, sampler_logprobs, trainer_logprobs, strict=True))
+    lines = [f"place  {'token':8}{'sampler':>12} {'trainer':>12} {'d':>10}"]
+    for place, token, sampler, trainer in sorted(sorted(rows, key=lambda row: row[2])[:most]):
+        lines.append(f"{place:>5}  {token!r:8}{sampler:>12.6f} {trainer:>12.6f} {number(trainer - sampler):>10}")
     return "\n".join(lines)
 
 

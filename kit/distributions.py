@@ -45,7 +45,7 @@ def compare_distributions(model, token_ids: list[int], positions, *, top_k: int 
     """Compare the two sides' next-token distributions after `token_ids[:position]`, for each position.
 
     Args:
-        model: loaded by `FastLanguageModel`; an adapter is loaded into the sampler first.
+        model: loaded by `FastLanguageModel`; the sampler gets the adapter it carries, or none.
         token_ids: one text.
         positions: how many tokens to condition on, each from 1 to len(token_ids).
         top_k: size of the overlap.
@@ -61,6 +61,8 @@ def compare_distributions(model, token_ids: list[int], positions, *, top_k: int 
         raise ArgumentError(f"Positions {wrong} are outside the text; expected 1 to {len(token_ids)}.")
     if isinstance(model, PeftModel):
         loaded.sampler.load_adapter(model)
+    else:
+        loaded.sampler.drop_adapter()
     trainer_TV = next_token_logprobs(model, token_ids, loaded.precision).cpu()
     comparisons = []
     for position in positions:

@@ -14,10 +14,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
+from kit.errors import KitError
+
 SYNC_EVERY_S = 10.0  # a kill loses nothing; a power cut may lose this much
 
 
-class RunBusy(RuntimeError):
+class RunBusy(KitError, RuntimeError):
     """Another writer has the run open."""
 
 

@@ -50,7 +50,7 @@ def evaluate(model, tokenizer, dataset, reward_func, *, samples: int = 1, settin
     """Sample every problem of a dataset and score it.
 
     Args:
-        model: loaded by `FastLanguageModel`; an adapter it carries is loaded into the sampler first.
+        model: loaded by `FastLanguageModel`; the sampler gets the adapter it carries, or none.
         dataset: columns `prompt` and whatever the reward function takes.
         reward_func: TRL's signature; a completion is right when its reward is 1.
         samples: completions a problem.
@@ -69,6 +69,8 @@ def evaluate(model, tokenizer, dataset, reward_func, *, samples: int = 1, settin
     sampler = model.kit.sampler
     if isinstance(model, PeftModel):
         sampler.load_adapter(model)
+    else:
+        sampler.drop_adapter()
     prompts = [prompt for prompt in dataset["prompt"] for _ in range(samples)]
     ids = tokenizer(prompts).input_ids
     settings = settings or _default_settings(model.kit.max_seq_length, ids)

@@ -52,6 +52,8 @@ def progress_line(records: Sequence[dict], total: int | None = None) -> str:
     parts += [f"{name} {number(record[key])}" for key, name in names.items() if record.get(key) is not None]
     if record.get("scaler/skipped"):
         parts.append("update skipped (overflow)")
+    if record.get("frac_reward_zero_std") == 1:
+        parts.append("no gradient: rewards are equal in every group")
     if record.get("speed/tokens_per_s") is not None:
         parts.append(f"{number(record['speed/tokens_per_s'])} tokens/s")
     times = [past["time/step"] for past in records[-10:] if past.get("time/step") is not None]

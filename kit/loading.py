@@ -90,11 +90,12 @@ class FastLanguageModel:
         precision = Precision.of(dtype)
         path = resolve(model_name)
         _check_four_bit(load_in_4bit, precision)
-        freed = close_current()
-        if freed:
-            print(f"Closed the previous sampler; {freed:.2f} GiB came back.")
         tokenizer = _load_tokenizer(path)
         _check_context(path, max_seq_length)
+        _check_memory(path, precision, max_seq_length, max_lora_rank, gpu_memory_utilization, fast_inference)
+        freed = close_current()  # only now: a call that cannot work leaves the previous model as it is
+        if freed:
+            print(f"Closed the previous sampler; {freed:.2f} GiB came back.")
         if fast_inference:
             from kit.sampler import VLLMSampler
 
@@ -184,12 +185,16 @@ def resolve(model_name: str) -> str:
 
 
 def _check_folder(folder):
-    needed = {"config.json": ("config.json",), "a tokenizer": ("tokenizer.json", "tokenizer_config.json", "vocab.json")}
-    for what, names in needed.items():
-        if not any((folder / name).is_file() for name in names):
+    needed = {
+        "a config.json": ("config.json",),
+        "a tokenizer": ("tokenizer.json", "vocab.json", "tokenizer.model"),
+        "weights": ("*.safetensors", "*.bin"),
+    }
+    for what, patterns in needed.items():
+        if not any(path.is_file() for pattern in patterns for path in folder.glob(pattern)):
             raise ModelNotFound(
-                f"The model folder {folder} has no {' or '.join(names)}. Expected {what} beside the weights; save it "
-                f"there with save_pretrained()."
+                f"The model folder {folder} has no {' or '.join(patterns)}. Expected {what} there; save the model "
+                f"with model.save_pretrained() and tokenizer.save_pretrained()."
             )
 
 
@@ -231,6 +236,24 @@ def _check_context(path, max_seq_length):
             f"max_seq_length is {max_seq_length}, but this model's positions end at {longest}. "
             f"Use max_seq_length={longest} or less."
         )
+
+
+def _check_memory(path, precision, max_seq_length, max_lora_rank, gpu_memory_utilization, fast_inference):
+    """Refuse what cannot fit before anything loads; a family that the planner does not know is tried as it is."""
+    from kit import hardware
+    from kit.plan import check_arguments
+    from kit.shapes import UnknownModel
+
+    found = hardware.detect()
+    if _current:  # what is free now says nothing: the previous sampler goes first
+        found = replace(found, free_gib=None)
+    try:
+        check_arguments(
+            path, max_seq_length, max(1, max_lora_rank), gpu_memory_utilization, False, found,
+            dtype=precision.name, fast_inference=fast_inference,
+        )  # fmt: skip
+    except UnknownModel as unknown:
+        print(f"No memory plan: {unknown}")
 
 
 def _check_four_bit(load_in_4bit, precision):

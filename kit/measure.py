@@ -4,7 +4,9 @@
 """
 
 import argparse
+import contextlib
 import json
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -34,7 +36,7 @@ def measure_mismatch(model, tokenizer, prompts: list[str], settings, *, seed: in
     """Sample one completion a prompt and score it on both sides, at the sampling temperature.
 
     Args:
-        model: loaded by `FastLanguageModel`; an adapter is loaded into the sampler first.
+        model: loaded by `FastLanguageModel`; the sampler gets the adapter it carries, or none.
         prompts: texts; repeat one to sample it more than once.
         settings: `kit.sampler.SamplingSettings`.
         seed: of the sampling.
@@ -47,6 +49,8 @@ def measure_mismatch(model, tokenizer, prompts: list[str], settings, *, seed: in
     sampler = model.kit.sampler
     if isinstance(model, PeftModel):
         sampler.load_adapter(model)
+    else:
+        sampler.drop_adapter()
     prompt_ids = tokenizer(prompts).input_ids
     completions = sampler.generate(prompt_ids, settings, [request_seed(seed, 0, i) for i in range(len(prompts))])
     width = max(len(c.token_ids) for c in completions)
@@ -116,7 +120,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`python -m kit mismatch`: measure, print, return the exit status."""
     dtypes = [name.strip() for name in args.dtypes.split(",") if name.strip()]
-    result = mismatch_by_dtype(args.model, dtypes, sequences=args.sequences, tokens=args.tokens, seed=args.seed)
+    with contextlib.redirect_stdout(sys.stderr):  # notes on the way; standard output has the result alone
+        result = mismatch_by_dtype(args.model, dtypes, sequences=args.sequences, tokens=args.tokens, seed=args.seed)
     print(json.dumps(result, indent=2) if args.json else mismatch_table(result))
     return 0
 

@@ -241,14 +241,14 @@ def base_bytes(model: ModelShape, dtype: str, load_in_4bit: bool = False) -> int
 
 
 def adapter_slot_bytes(settings: Settings) -> int:
-    """The buffers that vLLM stacks one adapter into [bytes]: seven projections, and the head's.
+    """The buffers that vLLM stacks one adapter into [bytes]: seven projections, the embedding's and the head's.
 
-    vLLM allocates for every layer that could carry an adapter, so the head counts though the kit does not train it.
+    vLLM allocates for every layer that could carry an adapter, so the last two count though the kit trains neither.
     """
     if not settings.fast_inference:
         return 0
-    head = settings.rank * (settings.model.hidden + settings.model.vocabulary)
-    return (settings.model.adapter_parameters(settings.rank) + head) * ITEMSIZE[settings.dtype]
+    outer = 2 * settings.rank * (settings.model.hidden + settings.model.vocabulary)
+    return (settings.model.adapter_parameters(settings.rank) + outer) * ITEMSIZE[settings.dtype]
 
 
 def kv_bytes(settings: Settings, sequences: int) -> int:

@@ -31,6 +31,8 @@ def check_model(model) -> Loaded:
 
 def check_dataset(dataset, tokenizer, args, loaded: Loaded) -> None:
     """Refuse a dataset that is empty, has no prompts, or whose prompts leave no room for the completions."""
+    if tokenizer is None:
+        raise ArgumentError("processing_class is missing: give the tokenizer that from_pretrained returned.")
     if dataset is None or len(dataset) == 0:
         raise ArgumentError("train_dataset is empty. Expected at least one row with a column 'prompt'.")
     if "prompt" not in dataset.column_names:

@@ -3,9 +3,10 @@
     python -m kit.pretrain --out DIR --seed 0
 
 The architecture is Qwen3's own (q/k norms, grouped-query attention, tied embeddings), so every other part of the kit
-treats it like Qwen3-4B-Base. Training is fp32; Muon moves the matrices and AdamW the rest, which here reaches in 700 steps
-what AdamW alone does not reach in thousands. The model is saved in bfloat16, like most published checkpoints, and its
-quality is measured with the saved (rounded) weights. Not a general pre-training loop: no resuming, no GPU, no packing.
+treats it like Qwen3-4B-Base. Training is fp32; Muon moves the matrices and AdamW the rest (AdamW alone is far slower
+here). The loss first falls to a plateau, where digits are copied but not yet added, and falls again once they are.
+The model is saved in bfloat16, like most published checkpoints, and its quality is that of the saved (rounded) weights.
+Not a general pre-training loop: no resuming, no GPU, no packing.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def build_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.opti
 
 
 def batches(recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input ids, labels), both ``[batch, length]`` int64; labels are -100 on the prompt and the padding."""
+    """Endless (input ids, labels), both `[batch, length]` int64; labels are -100 on the prompt and the padding."""
     rng = random.Random(recipe.seed)
     problems = arithmetic.stream("pretrain", rng)
     ids = arithmetic.build_tokenizer().get_vocab()
@@ -129,7 +130,7 @@ def train(
 ) -> tuple[Qwen3ForCausalLM, list[dict[str, float]]]:
     """Runs the recipe and returns the model and the loss curve: a point every 50 steps [nats a completion token].
 
-    ``stop_after`` ends early without changing the schedule, so the curve is the full run's as far as it goes.
+    `stop_after` ends early without changing the schedule, so the curve is the full run's as far as it goes.
     """
     model = build_model(recipe)
     optimizers = build_optimizers(model, recipe)
@@ -171,9 +172,9 @@ def _train_step(
 def generate(
     model: Qwen3ForCausalLM, prompts: list[str], samples: int, seed: int, max_new_tokens: int = 96
 ) -> list[list[str]]:
-    """Completions as text, ``[prompt][sample]``, by transformers; at temperature 1, or greedy if ``samples`` is 0.
+    """Completions as text, `[prompt][sample]`, by transformers; at temperature 1, or greedy if `samples` is 0.
 
-    A completion that ended by itself keeps its ``<eos>``.
+    A completion that ended by itself keeps its `<eos>`.
     """
     tokenizer = arithmetic.build_tokenizer()
     torch.manual_seed(seed)
@@ -182,9 +183,13 @@ def generate(
         chunk = prompts[start : start + 64]
         encoded = tokenizer(chunk, return_tensors="pt", padding=True)
         config = GenerationConfig(
-            do_sample=samples > 0, top_k=0, num_return_sequences=width, max_new_tokens=max_new_tokens,
-            pad_token_id=0, eos_token_id=1,
-        )  # fmt: skip
+            do_sample=samples > 0,
+            top_k=0 if samples else None,
+            num_return_sequences=width,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=0,
+            eos_token_id=1,
+        )
         output = model.generate(
             input_ids=encoded.input_ids, attention_mask=encoded.attention_mask, generation_config=config
         )
@@ -194,10 +199,10 @@ def generate(
 
 
 def measure(model: Qwen3ForCausalLM, problems: int = 200, seed: int = 0) -> dict[str, float]:
-    """Quality at temperature 1 (8 samples a problem) and greedy: on ``test`` problems, the band on ``rl`` problems.
+    """Quality at temperature 1 (8 samples a problem) and greedy: on `test` problems, the band on `rl` problems.
 
-    ``rl_band`` is the share of ``rl`` problems that 20 to 80 % of the samples get right: those that teach the most.
-    ``length`` counts completion characters, one a token, without the end. Greedy uses the ``test`` problems too.
+    `rl_band` is the share of `rl` problems that 20 to 80 % of the samples get right: those that teach the most.
+    `length` counts completion characters, one a token, without the end. Greedy uses the `test` problems too.
     """
     test = arithmetic.make_dataset("test", problems, seed)
     rl = arithmetic.make_dataset("rl", problems, seed)
@@ -226,7 +231,7 @@ def _success_rate(texts: list[str], answer: str) -> float:
 
 
 def save(model: Qwen3ForCausalLM, training: dict[str, object], out: Path) -> None:
-    """Writes bfloat16 weights, tokenizer, generation config and ``training.json``: all of it, or nothing."""
+    """Writes bfloat16 weights, tokenizer, generation config and `training.json`: all of it, or nothing."""
     unfinished = out.with_name(f"{out.name}.unfinished-{os.getpid()}")
     try:
         # Plain sampling: engines take their defaults from this file, and any filter would bias log-probabilities.
@@ -242,7 +247,7 @@ def save(model: Qwen3ForCausalLM, training: dict[str, object], out: Path) -> Non
 
 
 def check_free(out: Path) -> None:
-    """Raises FileExistsError if anything but an empty folder is at ``out``."""
+    """Raises FileExistsError if anything but an empty folder is at `out`."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} already holds files and is left as it is: choose a new folder for --out.")
 
@@ -253,6 +258,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=Recipe.seed)
     parser.add_argument("--steps", type=int, default=Recipe.steps)
     options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps}: expected at least 1")
     check_free(options.out)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     recipe = Recipe(seed=options.seed, steps=options.steps)
@@ -263,12 +270,15 @@ def main(arguments: list[str] | None = None) -> None:
     quality = measure(model.to(torch.bfloat16).float())
     training = {
         "recipe": asdict(recipe),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__,
-                     "transformers": transformers.__version__},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "seconds": round(seconds, 1),
         "loss": curve,
         "quality": quality,
-    }  # fmt: skip
+    }
     save(model, training, options.out)
     print(f"saved {options.out}: {quality}")
 

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from kit.durable import AppendFile, RunBusy, RunLock, is_locked, now, replace_file
+from kit.errors import KitError
 
 __all__ = [
     "RECORD_KEYS", "Run", "RunBusy", "RunDiskFull", "RunExists", "RunNotFound", "RunWriter",
@@ -39,15 +40,15 @@ RECORD_KEYS = (
 )  # fmt: skip
 
 
-class RunExists(FileExistsError):
+class RunExists(KitError, FileExistsError):
     """The directory already holds a run."""
 
 
-class RunNotFound(FileNotFoundError):
+class RunNotFound(KitError, FileNotFoundError):
     """There is no run at this path."""
 
 
-class RunDiskFull(OSError):
+class RunDiskFull(KitError, OSError):
     """The disk, a quota or a file size limit is exhausted; nothing half-written is left behind."""
 
 

@@ -41,6 +41,17 @@ def final_figures(run: Run) -> dict[str, float | int | str | None]:
     }
 
 
+def held_out_summary(before, after) -> dict[str, float | int]:
+    """Two `kit.evaluation.Evaluation`s as the entry `summary` of run.json, from where figures and tables take them."""
+    return {
+        "held_out_problems": after.problems,
+        "held_out_before": before.pass_at_1,
+        "held_out_before_standard_error": before.standard_error,
+        "held_out_after": after.pass_at_1,
+        "held_out_after_standard_error": after.standard_error,
+    }
+
+
 def _values(run, key):
     return [value for value in finite(run, key) if value is not None]
 

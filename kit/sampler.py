@@ -5,6 +5,7 @@ weights: it is written to memory-backed storage and loaded once per sync. Not he
 proof that a sync worked (`kit.probe`).
 """
 
+import contextlib
 import gc
 import shutil
 import tempfile
@@ -19,6 +20,12 @@ from kit import engine
 from kit.adapters import adapter_weights, write_adapter
 from kit.errors import ArgumentError, KitError
 from kit.precision import Precision
+
+# vLLM 0.31 replaces torch.set_num_threads by a function that does nothing when it builds a CPU engine.
+_set_num_threads = torch.set_num_threads
+
+# Parameters below which a model is decoded on one CPU thread.
+SMALL_MODEL = 20e6
 
 ADAPTER_NAME, ADAPTER_ID = "policy", 1
 
@@ -111,9 +118,10 @@ class VLLMSampler:
         self.llm = vllm.LLM(**(arguments | (engine_arguments or {})))
         self.start_seconds = time.perf_counter() - started
         self.weights_version = 0  # adapters loaded so far
+        self._decoding_threads = _decoding_threads(self.llm)
         self._adapter_dir = tempfile.mkdtemp(prefix="kit-adapter-", dir=_memory_backed())
         self._cleanup = weakref.finalize(self, shutil.rmtree, self._adapter_dir, ignore_errors=True)
-        self._adapter_loaded = False
+        self._adapter_loaded, self._registered_shapes = False, {}
 
     @property
     def is_closed(self) -> bool:
@@ -146,19 +154,14 @@ class VLLMSampler:
             "flat_logprobs": True,  # lists of numbers, not an object a token
         }
         params = [SamplingParams(seed=seed, **shared) for seed in (seeds or [None] * len(prompts))]
-        outputs = self._engine().generate(
-            [{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False, lora_request=self._adapter_request()
-        )
-        return [_completion(output.outputs[0]) for output in outputs]
+        return [_completion(output.outputs[0]) for output in self._run(prompts, params)]
 
     def score(self, token_ids: list[int]) -> list[float]:
         """The sampler's logprob of each token but the first, given those before it [nats], at temperature 1."""
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        output = self._engine().generate(
-            [{"prompt_token_ids": token_ids}], params, use_tqdm=False, lora_request=self._adapter_request()
-        )[0]
+        output = self._run([token_ids], params)[0]
         pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [entry[token].logprob for token, entry in pairs]
 
@@ -167,13 +170,17 @@ class VLLMSampler:
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=-1, detokenize=False)
-        output = self._engine().generate(
-            [{"prompt_token_ids": token_ids}], params, use_tqdm=False, lora_request=self._adapter_request()
-        )[0]
+        output = self._run([token_ids], params)[0]
         entries = output.outputs[0].logprobs[0]
         logprobs = torch.full((max(entries) + 1,), -torch.inf)
         logprobs[list(entries)] = torch.tensor([entry.logprob for entry in entries.values()])
         return logprobs
+
+    def _run(self, prompts, params):
+        texts = [{"prompt_token_ids": token_ids} for token_ids in prompts]
+        engine, adapter = self._engine(), self._adapter_request()
+        with _threads(self._decoding_threads):
+            return engine.generate(texts, params, use_tqdm=False, lora_request=adapter)
 
     def load_adapter(self, model) -> float:
         """Give the engine the PEFT model's current adapter; returns the seconds it took.
@@ -182,11 +189,13 @@ class VLLMSampler:
         The prefix cache is emptied: it holds keys and values of the old weights.
         """
         started = time.perf_counter()
-        if self._adapter_loaded:
-            weights = adapter_weights(model)
+        weights = adapter_weights(model)
+        shapes = {name: (low_rank.a.shape, low_rank.b.shape) for name, low_rank in weights.items()}
+        if self._adapter_loaded and shapes == self._registered_shapes:
             self._engine().apply_model(lambda engine_model: write_adapter(engine_model, weights))
-        else:
+        else:  # the first one, or one of another rank or other modules, of which parts of the last would remain
             self._register_adapter(model)
+            self._registered_shapes = shapes
         self._engine().reset_prefix_cache()
         self.weights_version += 1
         return time.perf_counter() - started
@@ -272,6 +281,26 @@ def used_memory_gib() -> float:
     import psutil
 
     return psutil.Process().memory_info().rss / 2**30
+
+
+def _decoding_threads(llm) -> int:
+    """CPU threads for decoding. A small model's decode step is thousands of parallel regions of microseconds each: a
+    second thread wins a fifth of the time on an idle machine and costs twenty times as much when another process
+    takes its core.
+    """
+    parameters = llm.apply_model(lambda model: sum(p.numel() for p in model.parameters()))[0]
+    return 1 if parameters < SMALL_MODEL else torch.get_num_threads()
+
+
+@contextlib.contextmanager
+def _threads(count: int):
+    """Let torch and vLLM compute on `count` CPU threads."""
+    before = torch.get_num_threads()
+    _set_num_threads(count)
+    try:
+        yield
+    finally:
+        _set_num_threads(before)
 
 
 def _completion(output) -> Completion:

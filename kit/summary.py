@@ -221,7 +221,7 @@ def _sentence(run: Run, panel: Panel) -> str:
     step, top = max(points, key=lambda point: point[1])
     peak = f"highest {number(top)} at step {step}"
     if panel is GRAD_NORM:
-        return f"{middle}, {peak}{_clip_text(run, values)}{_skipped_text(run)}."
+        return f"{middle}, {peak}{_clip_text(run, values)}{_skipped_text(run)}{_equal_text(run)}."
     if panel is MISMATCH:
         return f"{middle} {panel.unit}, {peak}{_expected_text(run, values)}."
     if panel is LOSS_SCALE:
@@ -246,6 +246,12 @@ def _skipped_text(run: Run) -> str:
     skipped = skipped_steps(run)
     shown = ", ".join(map(str, skipped[:8])) + (", ..." if len(skipped) > 8 else "")
     return f"; {plural(len(skipped), 'update')} skipped (step {shown})" if skipped else ""
+
+
+def _equal_text(run: Run) -> str:
+    """Steps without a gradient because every group's rewards were equal; TRL's `frac_reward_zero_std` is 1 there."""
+    equal = sum(record.get("frac_reward_zero_std") == 1 for record in run.records)
+    return f"; no gradient in {plural(equal, 'step')}, where rewards were equal in every group" if equal else ""
 
 
 def _expected_text(run: Run, values: Sequence[float]) -> str:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import torch
 import trl
+from peft.helpers import disable_input_dtype_casting
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from kit import checkpoints, provenance
@@ -193,15 +194,25 @@ class GRPOTrainer(trl.GRPOTrainer):
         prompt = self._tokenize_prompts([self.train_dataset[0]["prompt"]])[0][0]
         settings = replace(self.settings, max_tokens=min(PROBE_TOKENS, self.settings.max_tokens))
         completion = self.sampler.generate([prompt], settings, [request_seed(self.args.seed, -1, 0)])[0]
-        self._probe_ids = prompt + completion.token_ids
+        self._probe_ids = self._cut_to_score(prompt + completion.token_ids)
         with self.model.disable_adapter():
             self._probe = SyncProbe(self.loaded.precision, self._disagreement())
 
+    def _cut_to_score(self, token_ids):
+        """vLLM scores a text by sampling one more token, for which the context must have room."""
+        return token_ids[: self.loaded.max_seq_length - 1]
+
     # ---- arithmetic ----
 
+    @contextlib.contextmanager
     def _arithmetic(self):
-        """What the trainer's products are computed in, where the CPU lacks the contract's dtype."""
-        return float16_products(self.loaded.precision, self.accelerator.device.type)
+        """How the loss is computed forward and backward, beside autocast."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(float16_products(self.loaded.precision, self.accelerator.device.type))
+            if self.loaded.precision.autocast:
+                # PEFT casts an adapter's input to float32 and autocast casts it back: the same numbers, two more kernels
+                stack.enter_context(disable_input_dtype_casting(self.model))
+            yield
 
     def _disagreement(self):
         return disagreement(self.model, self.sampler, self._probe_ids, self.loaded.precision)
@@ -256,7 +267,22 @@ class GRPOTrainer(trl.GRPOTrainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self._meter.start()
-        return super().training_step(model, inputs, num_items_in_batch)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if self.accelerator.sync_gradients:
+            self._name_bad_gradient(model)
+            self._scale_before_update = self._scale()
+        return loss
+
+    def _scale(self):
+        return self.accelerator.scaler.get_scale() if self.accelerator.scaler else None
+
+    def _name_bad_gradient(self, model):
+        """Before gradients are clipped: clipping by a norm that is NaN makes all of them NaN."""
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if gradients and not torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
+            name = first_nonfinite_gradient(self.accelerator.unwrap_model(model))
+            if name:
+                self._meter.values.setdefault("scaler/first_nonfinite", f"gradient of {name}")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Complete TRL's metrics with the record's, pass them to the trackers, and write the record."""
@@ -268,23 +294,25 @@ class GRPOTrainer(trl.GRPOTrainer):
             self._record(logs)
 
     def _measured(self):
-        scaler = self.accelerator.scaler
-        metrics = self._metrics["train"]
+        scale, metrics = self._scale(), self._metrics["train"]
+        lengths = metrics.get("completions/mean_length")  # none in a step that uses earlier completions again
         accuracy = next(
             (f"rewards/{name}/mean" for name in ACCURACY_REWARDS if f"rewards/{name}/mean" in metrics), None
         )
         return self._meter.finish() | {
             "accuracy": metrics[accuracy][-1] if accuracy else None,
-            "completion_length": metrics["completions/mean_length"][-1],
-            "scaler/scale": scaler.get_scale() if scaler else None,
-            "scaler/skipped": int(self.accelerator.optimizer_step_was_skipped) if scaler else None,
+            "completion_length": lengths[-1] if lengths else None,
+            "scaler/scale": scale,
+            # a fused optimizer is called and skips by itself, which accelerate 1.15 takes for a step
+            "scaler/skipped": int(scale < self._scale_before_update) if scale else None,
             "memory/peak_gib": _peak_memory_gib(),
         }
 
     def _record(self, logs):
         record = {"step": self.state.global_step} | {k: v for k, v in logs.items() if k != "total_flos"}
         self._writer.write(record)
-        self._writer.write_completions(self.state.global_step, self._completion_rows())
+        if self._meter.sampled_tokens:
+            self._writer.write_completions(self.state.global_step, self._completion_rows())
         self._meter = StepMeter()
         for listener in self._listeners:
             listener(record)
@@ -310,17 +338,10 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 
 class _EachStep(TrainerCallback):
-    """Names what overflowed while the gradients are still there, and asks the run control whether to go on."""
+    """Asks the run control whether to go on."""
 
     def __init__(self, trainer):
         self.trainer = trainer
-
-    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-        trainer = self.trainer
-        if trainer.accelerator.scaler is not None and trainer.accelerator.optimizer_step_was_skipped:
-            name = first_nonfinite_gradient(model)
-            if name:
-                trainer._meter.values.setdefault("scaler/first_nonfinite", f"gradient of {name}")
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.trainer.run_control is not None and self.trainer.run_control.check() == "stop":
@@ -339,7 +360,7 @@ def _sample(prompts, trainer):
     completions = trainer.sampler.generate(prompt_ids, trainer.settings, seeds)
     output = rollout_output(prompt_ids, completions, trainer.processing_class.eos_token_id)
     trainer._sampled_ids = output["completion_ids"]
-    trainer._probe_ids = prompt_ids[0] + output["completion_ids"][0][:PROBE_TOKENS]
+    trainer._probe_ids = trainer._cut_to_score(prompt_ids[0] + output["completion_ids"][0][:PROBE_TOKENS])
     now = time.perf_counter()
     trainer._meter.add_rollout(sum(map(len, trainer._sampled_ids)), now - sampling, now - started)
     return output

@@ -4,11 +4,13 @@ The notebooks do the same in separate cells; nothing here is needed to follow th
 """
 
 import argparse
+import contextlib
 import json
 import sys
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from kit.errors import ArgumentError
 from kit.records import Run, RunNotFound
 
 
@@ -41,6 +43,23 @@ class TrainSettings:
     held_out: int = 0
     gpu_memory_utilization: float = 0.5
     seed: int = 0
+
+    def __post_init__(self):
+        for name in ("steps", "learning_rate", "rank", "alpha", "completions", "problems", "max_prompt_length",
+                     "max_completion_length", "temperature", "save_steps"):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ArgumentError(f"{name} is {getattr(self, name)}; expected a number above 0.")
+        if self.group < 2 or self.completions % self.group:
+            raise ArgumentError(
+                f"completions is {self.completions} and group {self.group}; expected a group of at least 2, and a "
+                f"multiple of it as completions."
+            )
+        if self.micro_batch < 0 or self.completions % (self.micro_batch or 1):
+            raise ArgumentError(
+                f"micro_batch is {self.micro_batch}; expected a divisor of the {self.completions} completions, or 0."
+            )
+        if self.held_out < 0:
+            raise ArgumentError(f"held_out is {self.held_out}; expected a number of problems, or 0.")
 
     def differences(self, other: "TrainSettings") -> list[str]:
         """Names of the settings in which two runs differ."""
@@ -95,7 +114,7 @@ def train(settings: TrainSettings, out: str | Path, *, resume: bool = False, on_
         kit.records.RunExists: `out` holds a run and `resume` is false; nothing is loaded then.
         whatever loading and training raise; the record keeps every finished step.
     """
-    from kit import arithmetic
+    from kit import arithmetic, checkpoints
     from kit.records import RunExists, free_path
     from kit.trainer import GRPOTrainer
 
@@ -103,13 +122,17 @@ def train(settings: TrainSettings, out: str | Path, *, resume: bool = False, on_
         raise RunExists(
             f"{out} already holds a run. Resume it (--resume {out}), or take a free name: {free_path(out)}."
         )
+    if resume:
+        checkpoints.find(Path(out), resume)  # nothing to resume from is said before anything is loaded
+    arguments = training_arguments(settings, out)
+    problems = arithmetic.make_dataset("rl", settings.problems, settings.seed)
     model, tokenizer = load(settings)
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=arithmetic.correct_answer,
-        args=training_arguments(settings, out),
-        train_dataset=arithmetic.make_dataset("rl", settings.problems, settings.seed),
+        args=arguments,
+        train_dataset=problems,
         on_record=on_record,
         run_info={"train_settings": asdict(settings), "task": "arithmetic"},
         run_control=run_control,
@@ -187,7 +210,8 @@ def run(args: argparse.Namespace) -> int:
         settings = settings_of(out)
     else:
         settings = TrainSettings(**{f.name: getattr(args, f.name) for f in fields(TrainSettings)})
-    finished = train(settings, out, resume=bool(args.resume))
+    with contextlib.redirect_stdout(sys.stderr):  # notes on the way; standard output has the result alone
+        finished = train(settings, out, resume=bool(args.resume))
     if args.json:
         print(json.dumps({"run": str(out), "info": finished.info, "records": finished.records}, indent=1))
     else:

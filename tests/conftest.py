@@ -19,6 +19,28 @@ def pytest_collection_modifyitems(items):
     items.sort(key=engine)
 
 
+def pytest_runtest_setup(item):
+    """GPU tests are skipped where there is none; torch is asked only when there is such a test."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA GPU")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many notebooks ran: nbval reports each cell as a test of its own."""
+    cells = {"passed": [], "failed": [], "error": []}
+    for outcome, names in cells.items():
+        reports = terminalreporter.stats.get(outcome, [])
+        names += [r.nodeid.split("::")[0] for r in reports if ".ipynb::" in r.nodeid]
+    ran = {name for names in cells.values() for name in names}
+    if ran:
+        failed = {*cells["failed"], *cells["error"]}
+        told = f"failed: {', '.join(sorted(failed))}" if failed else "each without an error"
+        terminalreporter.write_line(f"{len(ran)} notebooks ran, {sum(map(len, cells.values()))} cells, {told}")
+
+
 @pytest.fixture(scope="session")
 def engines():
     """The shared engine, closed at the end."""
@@ -60,7 +82,9 @@ def make_trainer(engines, dtype, problems, tmp_path):
     """A function that makes a trainer: 16 completions of at most 32 tokens, its records in `trainer.seen`."""
     from kit import GRPOConfig, GRPOTrainer
 
-    def make(*, policy=None, reward_funcs=share_of_digits, train_dataset=problems, name="run", config=GRPOConfig, **more):
+    def make(
+        *, policy=None, reward_funcs=share_of_digits, train_dataset=problems, name="run", config=GRPOConfig, **more
+    ):
         arguments = {
             "output_dir": str(tmp_path / name),
             "max_steps": 3,

@@ -4,11 +4,17 @@ A process holds one engine at a time, so conftest.py orders the tests by the dty
 """
 
 import contextlib
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[1]
 MODEL = "tiny"
 DTYPES = ("float32", "float16", "bfloat16")
 MAX_SEQ_LENGTH, MAX_NUM_SEQS = 160, 32
@@ -86,3 +92,21 @@ def planted(owner, name, replacement):
         yield
     finally:
         delattr(owner, name)
+
+
+def kit_command(*arguments, **environment) -> subprocess.Popen:
+    """A `python -m kit` process, running; its output is read by `communicate`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "kit", *map(str, arguments)],
+        cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"} | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def wait_for_steps(process, run_dir: Path, steps: int, limit: float = 180.0) -> None:
+    """Return when the run's record has that many lines; fail when its process ends before."""
+    records, end = run_dir / "records.jsonl", time.monotonic() + limit
+    while not records.exists() or records.read_bytes().count(b"\n") < steps:
+        assert process.poll() is None, process.communicate()[1][-2000:]
+        assert time.monotonic() < end, f"no step {steps} within {limit} s"
+        time.sleep(0.05)

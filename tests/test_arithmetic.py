@@ -74,10 +74,9 @@ def test_a_dropped_carry_gives_the_carryless_sum():
 def test_corpus_holds_the_stated_mixture():
     rng = random.Random(6)
     texts = [completion_text(problem, rng) for problem in islice(stream("pretrain", rng), 6000)]
-    shares = {label: sum(text.startswith(f"<think>{label}") for text in texts) / 6000 for label in ("steps", "quick", "i")}
-    assert shares["steps"] == pytest.approx(CAREFUL.share, abs=0.03)
-    assert shares["quick"] == pytest.approx(QUICK.share, abs=0.03)
-    assert shares["i"] == pytest.approx(GUESS_SHARE, abs=0.03)
+    for opening, share in (("steps: ", CAREFUL.share), ("quick: ", QUICK.share), ("i guess", GUESS_SHARE)):
+        found = sum(text.startswith(f"<think>{opening}") for text in texts) / len(texts)
+        assert found == pytest.approx(share, abs=0.03)
     assert CAREFUL.share + QUICK.share + GUESS_SHARE == pytest.approx(1.0)
 
 
@@ -189,4 +188,4 @@ def test_tokenizer_pads_left_and_knows_its_special_tokens(tokenizer):
     batch = tokenizer(["12", "1234<eos>"], padding=True)
     assert batch.input_ids == [[0, 0, 0, 4, 5], [4, 5, 6, 7, 1]]
     assert batch.attention_mask == [[0, 0, 0, 1, 1], [1, 1, 1, 1, 1]]
-    assert tokenizer("1×2").input_ids == [4, 2, 5]
+    assert tokenizer("1\u00d72").input_ids == [4, 2, 5]

@@ -4,13 +4,17 @@ import math
 
 import pytest
 import torch
-from engines import each_dtype, with_adapter
+from engines import with_adapter
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from kit.distributions import compare_distributions, compare_logprobs
 from kit.errors import ArgumentError
+from kit.mismatch import mismatch_metrics
+from kit.precision import Precision
+from kit.probe import next_token_logprobs
+from kit.sampler import SamplingSettings
 
 TEXT = "Q: 123+457=?\nA: <think>"  # 23 tokens
 
@@ -78,7 +82,6 @@ def test_positions_outside_the_text_are_refused(model, tokenizer, positions):
 @pytest.mark.engine("float32")
 def test_in_float32_both_sides_have_one_distribution_with_the_adapter_too(model, tokenizer):
     ids = tokenizer(TEXT).input_ids
-    model.kit.sampler.drop_adapter()
     found = compare_distributions(model, ids, [1, 10, len(ids)])
     found += compare_distributions(with_adapter(model, spread=0.1), ids, [1, 10, len(ids)])
     assert [comparison.position for comparison in found] == [1, 10, 23] * 2
@@ -88,20 +91,33 @@ def test_in_float32_both_sides_have_one_distribution_with_the_adapter_too(model,
         assert comparison.top_k_overlap == 1.0
 
 
-@each_dtype
-def test_the_exact_kl_is_what_the_sampled_estimators_estimate(model, tokenizer, dtype):
-    """3,000 tokens sampled at one position: the mean of k3 over them estimates the KL that the comparison gives."""
-    from kit.mismatch import mismatch_metrics
-    from kit.probe import next_token_logprobs
-    from kit.sampler import SamplingSettings
+@pytest.mark.parametrize("noise", [0.01, 0.1, 0.5])
+def test_the_exact_kl_is_what_the_sampled_estimators_estimate(noise):
+    """Tokens drawn from one side: the means of k1 and k3 lie within four standard errors of the exact KL."""
+    torch.manual_seed(0)
+    sampler = torch.log_softmax(2 * torch.randn(64), -1)
+    trainer = torch.log_softmax(sampler + noise * torch.randn(64), -1)
+    exact, *_ = compare_logprobs(sampler, trainer)
+    tokens = torch.multinomial(sampler.exp(), 100_000, replacement=True)
+    found = mismatch_metrics(trainer[tokens][None], sampler[tokens][None], torch.ones(1, len(tokens)))
+    d = (trainer - sampler)[tokens].double()
+    for key, samples in (("mismatch/k1", -d), ("mismatch/k3", d.expm1() - d)):
+        assert abs(found[key] - exact) < 4 * samples.std() / len(tokens) ** 0.5
+    assert 0.1 < exact / (noise**2 / 2) < 10
 
-    ids, sampler, draws = tokenizer(TEXT + "i guess it is ").input_ids, model.kit.sampler, 3000
-    sampler.drop_adapter()
-    (exact,) = compare_distributions(model, ids, [len(ids)])
-    sampled = sampler.generate([ids] * draws, SamplingSettings(max_tokens=1), list(range(draws)))
-    tokens = torch.tensor([completion.token_ids[0] for completion in sampled])
-    trainer = next_token_logprobs(model, ids, model.kit.precision)[-1][tokens][:, None]
-    estimate = mismatch_metrics(trainer, torch.tensor([c.logprobs for c in sampled]), torch.ones(draws, 1))
-    assert len(tokens.unique()) > 5
-    assert estimate["mismatch/k3"] == pytest.approx(exact.kl, rel=0.2, abs=1e-11)
-    assert (exact.kl < 1e-10) == (dtype == "float32")
+
+@pytest.mark.engine("bfloat16")
+def test_the_exact_kl_has_the_size_that_sampling_finds(model, tokenizer):
+    """Four positions, 200 tokens sampled at each: rounding differs between batch shapes, so a factor of 3 is allowed."""
+    policy, draws, positions = with_adapter(model, spread=0.4), 200, [3, 6, 16, 23]
+    ids = tokenizer(TEXT).input_ids
+    exact = compare_distributions(policy, ids, positions)
+    trainer_TV, estimates = next_token_logprobs(policy, ids, Precision("bfloat16")), []
+    for position in positions:
+        prompts = [ids[:position]] * draws
+        sampled = model.kit.sampler.generate(prompts, SamplingSettings(max_tokens=1), list(range(draws)))
+        tokens = torch.tensor([completion.token_ids[0] for completion in sampled])
+        sampler = torch.tensor([completion.logprobs for completion in sampled])
+        metrics = mismatch_metrics(trainer_TV[position - 1][tokens][:, None], sampler, torch.ones(draws, 1))
+        estimates.append(metrics["mismatch/k3"])
+    assert 1 / 3 < sum(estimates) / sum(comparison.kl for comparison in exact) < 3

@@ -69,7 +69,7 @@ def _each(stacked) -> tuple:
 @pytest.mark.parametrize("off", [True, False])
 def test_vllm_takes_the_switch_either_way(folder, off):
     """The CPU platform forces it on later, so the configuration is read before a platform touches it."""
-    from kit.sampler import import_vllm
+    from kit.engine import import_vllm
 
     import_vllm()
     from vllm.engine.arg_utils import EngineArgs

@@ -161,7 +161,7 @@ def test_an_override_wins_on_either_side_of_the_fix(override):
 @pytest.mark.parametrize(
     ("version", "capability", "level", "backend", "instead"),
     [
-        ("0.10.2", (7, 0), "ok", "XFORMERS", ""),
+        ("0.10.2", (7, 0), "warn", "XFORMERS", "fast_inference=False"),
         ("0.11.2", (7, 0), "warn", "FLEX_ATTENTION", "vllm==0.10.2"),
         ("0.25.1", (7, 0), "error", "none", "vllm==0.10.2"),
         ("0.10.2", (7, 5), "ok", "XFORMERS", ""),

