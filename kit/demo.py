@@ -10,6 +10,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from kit.errors import ArgumentError
 from kit.live import RecordTail, progress_line
 from kit.records import Run, RunExists, free_path
-from kit.report import final_figures, save_figures
+from kit.report import LAST, final_figures, save_figures
 from kit.summary import number
 
 NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "02_grpo_with_vllm.ipynb"
@@ -38,7 +39,8 @@ class Execution(threading.Thread):
     """Executes a notebook in a fresh kernel, in a thread, so that the main one can report and be interrupted.
 
     environment: variables added for the kernel. on_heading: called with the text of each heading when it is reached.
-    `notebook` holds the outputs so far at any time; `error` is what ended it early.
+    `notebook` holds the outputs so far at any time; `error` is what ended it early; `log` is what the kernel's process
+    said besides (libraries' warnings, and the reason if it dies).
     """
 
     def __init__(self, path: Path, environment: dict[str, str], on_heading):
@@ -46,6 +48,7 @@ class Execution(threading.Thread):
         from nbclient import NotebookClient
 
         super().__init__(name="kit.demo", daemon=True)
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.notebook, self.error = nbformat.read(path, as_version=4), None
         self._environment, self._on_heading = os.environ | environment, on_heading
         resources = {"metadata": {"path": str(path.parent)}}
@@ -56,9 +59,14 @@ class Execution(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._client.execute(env=self._environment)
-        except Exception as error:
+            self._client.execute(env=self._environment, stdout=self.log, stderr=self.log)
+        except BaseException as error:  # a cancelled task too: none may pass for success
             self.error = error
+
+    def last_words(self, most: int = 2000) -> str:
+        """The end of `log`."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")[-most:].strip()
 
     def interrupt(self) -> None:
         """As the stop button of a notebook: the running cell gets a KeyboardInterrupt."""
@@ -117,17 +125,19 @@ def run_notebook(path: Path, out: Path, environment: dict[str, str]) -> Outcome:
     relay.poll()
     out.mkdir(parents=True, exist_ok=True)
     export(execution.notebook, out / path.name)
-    return Outcome(relay.seconds, _problem(execution.error), interrupted)
+    return Outcome(relay.seconds, _problem(execution), interrupted)
 
 
-def _problem(error):
+def _problem(execution):
     """An execution's error as a person wants it: which error, and what it said."""
+    error = execution.error
     if error is None:
         return ""
     if type(error).__name__ == "CellExecutionError":
         return f"{error.ename}: {error.evalue}"
     if type(error).__name__ == "DeadKernelError":
-        return "The kernel died. Most often the machine ran out of memory (the system log says so), or it was killed."
+        reason = "Most often the machine ran out of memory (the system log says so), or the process was killed."
+        return "\n".join(filter(None, [f"The kernel died. {reason}", execution.last_words()]))
     return f"{type(error).__name__}: {error}"
 
 
@@ -183,7 +193,7 @@ def demo_summary(run: Run, seconds: float | None = None) -> str:
     lines = [
         f"{figures['steps']} steps of GRPO in {figures['dtype']}, sampled by {_sampler(run)}:",
         f"  accuracy on training problems  {_word(figures['accuracy_first'])} at step 1 -> "
-        f"{_word(figures['accuracy_last'])} (mean of the last 5 steps)",
+        f"{_word(figures['accuracy_last'])} (mean of the last {min(LAST, figures['steps'])} steps)",
         f"  accuracy on held-out problems  {_with_error(run, 'before')} -> {_with_error(run, 'after')}",
         f"  mismatch, median of the steps  mean |d| {_word(figures['mismatch_abs_mean_median'])} nats, "
         f"k3 {_word(figures['mismatch_k3_median'])} nats a token",

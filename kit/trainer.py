@@ -116,7 +116,8 @@ class GRPOTrainer(trl.GRPOTrainer):
     # ---- the run ----
 
     def train(self, resume_from_checkpoint: "bool | str | None" = None, **kwargs):
-        """Train and record. Resume with True (the last whole checkpoint) or a checkpoint's folder.
+        """Train and record. Resume with True (the last whole checkpoint) or a checkpoint's folder; after the last step
+        that loads the adapter and returns None.
 
         An interrupt saves the adapter, closes the sampler and is raised again; any other error saves the adapter. The
         record keeps every finished step either way.
@@ -135,6 +136,10 @@ class GRPOTrainer(trl.GRPOTrainer):
         with self._shown(self._writer), self._writer as writer:
             try:
                 audit(self)
+                if checkpoint and checkpoints.step_of(checkpoint) >= self.args.max_steps > 0:
+                    self._load_from_checkpoint(checkpoint)  # transformers 5.17 would train a step too many
+                    writer.update(status="finished")
+                    return None
                 result = super().train(resume_from_checkpoint=checkpoint, **kwargs)
                 writer.update(status="finished" if self.state.global_step >= self.state.max_steps else "stopped")
                 return result

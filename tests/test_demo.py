@@ -77,7 +77,7 @@ def test_summary_gives_the_figures_that_matter(tmp_path):
     made = demo(tmp_path / "run", steps=2, notebook=notebook(tmp_path / "n.ipynb", WRITE_RUN))
     text = demo_summary(made, seconds=61.4)
     assert "2 steps of GRPO in float16, sampled by none 1" in text
-    assert "0.25 at step 1 -> 0.375 (mean of the last 5 steps)" in text
+    assert "0.25 at step 1 -> 0.375 (mean of the last 2 steps)" in text
     assert "0.25 ± 0.03 -> 0.75" in text
     assert "mean |d| 1e-4 nats" in text
     assert "0.5 s a step, 61 s in all" in text
@@ -92,7 +92,9 @@ def test_a_folder_with_a_run_is_left_alone(tmp_path):
     assert [path.name for path in out.iterdir()] == ["run.json"]
 
 
-@pytest.mark.parametrize(("changes", "words"), [({"steps": 0}, "at least 1"), ({"notebook": Path("none.ipynb")}, "none.ipynb")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"steps": 0}, "at least 1"), ({"notebook": Path("none.ipynb")}, "none.ipynb")]
+)
 def test_bad_requests_are_refused_before_anything_is_written(tmp_path, changes, words):
     settings = {"steps": 2, "notebook": notebook(tmp_path / "n.ipynb", WRITE_RUN)} | changes
     with pytest.raises(ArgumentError, match=words):
@@ -113,9 +115,11 @@ def test_a_failing_cell_is_told_plainly_and_the_notebook_up_to_it_is_kept(tmp_pa
 
 
 def test_a_dead_kernel_is_told_plainly(tmp_path):
-    path = notebook(tmp_path / "n.ipynb", "print('before', flush=True)\nimport os, signal\nos.kill(os.getpid(), 9)")
-    with pytest.raises(DemoFailed, match="kernel died"):
+    last_words = "import os\nos.write(2, b'the reason')\nos.kill(os.getpid(), 9)"
+    path = notebook(tmp_path / "n.ipynb", last_words)
+    with pytest.raises(DemoFailed, match="kernel died") as failure:
         demo(tmp_path / "run", steps=2, notebook=path)
+    assert "the reason" in str(failure.value)
     assert (tmp_path / "run" / "n.ipynb").exists()
 
 
