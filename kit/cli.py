@@ -15,6 +15,7 @@ COMMANDS = {
     "compare": ("kit.comparison", "runs side by side, and what their settings differ in"),
     "report": ("kit.report", "a run's summary and figures"),
     "watch": ("kit.live", "follow a run that another process writes"),
+    "pictures": ("kit.pictures", "the README's pictures, made again from runs"),
     "demo": ("kit.demo", "notebook 02 on the bundled model, executed and exported"),
 }
 

@@ -48,6 +48,7 @@ class Execution(threading.Thread):
         from nbclient import NotebookClient
 
         super().__init__(name="kit.demo", daemon=True)
+        self._ended = threading.Event()
         self.log = tempfile.TemporaryFile()  # noqa: SIM115
         self.notebook, self.error = nbformat.read(path, as_version=4), None
         self._environment, self._on_heading = os.environ | environment, on_heading
@@ -62,6 +63,12 @@ class Execution(threading.Thread):
             self._client.execute(env=self._environment, stdout=self.log, stderr=self.log)
         except BaseException as error:  # a cancelled task too: none may pass for success
             self.error = error
+        finally:
+            self._ended.set()
+
+    def ended_within(self, seconds: float) -> bool:
+        """Wait that long at most. (`Thread.join` of Python 3.11 takes a thread for ended when Ctrl-C interrupts it.)"""
+        return self._ended.wait(seconds)
 
     def last_words(self, most: int = 2000) -> str:
         """The end of `log`."""
@@ -111,10 +118,10 @@ def run_notebook(path: Path, out: Path, environment: dict[str, str]) -> Outcome:
     relay.say(f"{path.name} in a kernel of its own; the first step comes within half a minute or so.")
     execution = Execution(path, environment, relay.say)
     execution.start()
-    interrupted = False
-    while execution.is_alive():
+    ended = interrupted = False
+    while not ended:
         try:
-            execution.join(POLL_S)
+            ended = execution.ended_within(POLL_S)
             relay.poll()
         except KeyboardInterrupt:
             if interrupted:
@@ -122,7 +129,6 @@ def run_notebook(path: Path, out: Path, environment: dict[str, str]) -> Outcome:
             interrupted = True
             relay.say("Interrupted: the record is kept, the adapter is saved ...")
             execution.interrupt()
-    relay.poll()
     out.mkdir(parents=True, exist_ok=True)
     export(execution.notebook, out / path.name)
     return Outcome(relay.seconds, _problem(execution), interrupted)

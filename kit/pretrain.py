@@ -37,7 +37,7 @@ class Recipe:
     """Everything that decides the weights. Learning rates warm up linearly, hold, and fall linearly to 0."""
 
     seed: int = 0
-    steps: int = 1400
+    steps: int = 2400
     batch_size: int = 16
     muon_lr: float = 0.012
     muon_weight_decay: float = 0.01

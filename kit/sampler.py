@@ -160,8 +160,8 @@ class VLLMSampler:
         """The sampler's logprob of each token but the first, given those before it [nats], at temperature 1."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False)
-        output = self._run([token_ids], params)[0]
+        params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, prompt_logprobs=0, detokenize=False)
+        (output,) = self._run([token_ids], [params])
         pairs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
         return [entry[token].logprob for token, entry in pairs]
 
@@ -169,17 +169,23 @@ class VLLMSampler:
         """log-probabilities of every next token, shape (vocabulary,), float32 [nats], at temperature 1."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, temperature=1.0, logprobs=-1, detokenize=False)
-        output = self._run([token_ids], params)[0]
+        params = SamplingParams(max_tokens=1, temperature=1.0, seed=0, logprobs=-1, detokenize=False)
+        (output,) = self._run([token_ids], [params])
         entries = output.outputs[0].logprobs[0]
         logprobs = torch.full((max(entries) + 1,), -torch.inf)
         logprobs[list(entries)] = torch.tensor([entry.logprob for entry in entries.values()])
         return logprobs
 
     def _run(self, prompts, params):
+        """The engine's outputs; torch's global generator is left as it was, unless requests without seed need it.
+
+        vLLM on a CPU draws from it for seeded requests too. TRL shuffles with it, and a resumed run, which has probed
+        once more, must shuffle as the unbroken one.
+        """
         texts = [{"prompt_token_ids": token_ids} for token_ids in prompts]
         engine, adapter = self._engine(), self._adapter_request()
-        with _threads(self._decoding_threads):
+        seeded = all(request.seed is not None for request in params)
+        with _threads(self._decoding_threads), torch.random.fork_rng(devices=[], enabled=seeded):
             return engine.generate(texts, params, use_tqdm=False, lora_request=adapter)
 
     def load_adapter(self, model) -> float:
