@@ -1,8 +1,8 @@
 """An adapter's tensors, from the trainer's PEFT model into the engine's slots: no file, no merge, no reload.
 
 Works on what vLLM allocates for an adapter (`lora_a_stacked`, `lora_b_stacked`: slot x 1 x rows x columns, one tensor a
-part of a packed projection). Only what is already registered as the adapter of slot 0 may be written; `kit.probe` proves
-after each write that both sides agree.
+part of a packed projection). Only what is already registered as the adapter of slot 0 may be written; `kit.probe`
+proves after each write that both sides agree.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def adapter_weights(model, adapter: str = "default") -> dict[str, LowRank]:
 
 
 def write_adapter(engine_model, weights: dict[str, LowRank]) -> None:
-    """Write an adapter into slot 0 of the engine's layers, rounded to their dtype; B carries the scaling, as in vLLM."""
+    """Write an adapter into slot 0 of the engine's layers, rounded to their dtype; B carries the scaling as in vLLM."""
     packed = engine_model.packed_modules_mapping
     for module_name, module in engine_model.named_modules():
         if not hasattr(module, "lora_a_stacked"):

@@ -16,8 +16,8 @@ NAMES = ("float32", "float16", "bfloat16")
 UNIT_ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 # Where mean |trainer logprob - sampler logprob| [nats] and k3 [nats a token] lie when nothing is wrong: from the
-# bundled model on a CPU (low end; both fall with the policy's entropy) to SmolLM2-135M and random Qwen3-4B weights on an H200 (high end). float32 is a
-# ruler on a CPU only: on a GPU TF32 inside the attention kernels alone makes 2e-3.
+# bundled model on a CPU (low end; both fall with the policy's entropy) to SmolLM2-135M and random Qwen3-4B weights on
+# an H200 (high end). float32 is a ruler on a CPU only: on a GPU TF32 inside the attention kernels alone makes 2e-3.
 EXPECTED_ABS_MEAN = {"float32": (0.0, 1e-5), "float16": (1e-6, 1e-2), "bfloat16": (1e-5, 8e-2)}
 EXPECTED_K3 = {"float32": (0.0, 1e-9), "float16": (1e-12, 1e-4), "bfloat16": (1e-10, 5e-3)}
 

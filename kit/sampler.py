@@ -289,6 +289,15 @@ def used_memory_gib() -> float:
     return psutil.Process().memory_info().rss / 2**30
 
 
+def peak_memory_gib() -> float:
+    """Peak memory: allocated on the GPU when there is one, else resident in this process [GiB]."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**30
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def _decoding_threads(llm) -> int:
     """CPU threads for decoding. A small model's decode step is thousands of parallel regions of microseconds each: a
     second thread wins a fifth of the time on an idle machine and costs twenty times as much when another process

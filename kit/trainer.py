@@ -19,6 +19,7 @@ from peft.helpers import disable_input_dtype_casting
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from kit import checkpoints, provenance
+from kit.completions import CompletionRows
 from kit.config import GRPOConfig
 from kit.cpu_half import float16_products
 from kit.live import LiveView
@@ -30,6 +31,7 @@ from kit.probe import SyncProbe, disagreement
 from kit.records import Run, RunWriter
 from kit.rewards import ACCURACY_REWARDS, checked_reward
 from kit.rollout import request_seed, rollout_output, sampling_settings
+from kit.sampler import peak_memory_gib
 from kit.scaling import attach_scaler, first_nonfinite_activation, first_nonfinite_gradient
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
@@ -111,7 +113,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._probe_ids: list[int] | None = None
         self._loss_logprobs = None
         self._sampled_ids: list[list[int]] = []
-        self._decoded: dict[int, str] = {}
+        self._rows = CompletionRows(processing_class)
 
     # ---- the run ----
 
@@ -215,7 +217,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         with contextlib.ExitStack() as stack:
             stack.enter_context(float16_products(self.loaded.precision, self.accelerator.device.type))
             if self.loaded.precision.autocast:
-                # PEFT casts an adapter's input to float32 and autocast casts it back: the same numbers, two more kernels
+                # PEFT casts an adapter's input to float32 and autocast casts it back: same numbers, two more kernels
                 stack.enter_context(disable_input_dtype_casting(self.model))
             yield
 
@@ -310,36 +312,18 @@ class GRPOTrainer(trl.GRPOTrainer):
             "scaler/scale": scale,
             # a fused optimizer is called and skips by itself, which accelerate 1.15 takes for a step
             "scaler/skipped": int(scale < self._scale_before_update) if scale else None,
-            "memory/peak_gib": _peak_memory_gib(),
+            "memory/peak_gib": peak_memory_gib(),
         }
 
     def _record(self, logs):
         record = {"step": self.state.global_step} | {k: v for k, v in logs.items() if k != "total_flos"}
         self._writer.write(record)
         if self._meter.sampled_tokens:
-            self._writer.write_completions(self.state.global_step, self._completion_rows())
+            rows = self._rows.build(self._logs, self._sampled_ids, self._meter.token_mismatch)
+            self._writer.write_completions(self.state.global_step, rows)
         self._meter = StepMeter()
         for listener in self._listeners:
             listener(record)
-
-    def _completion_rows(self):
-        rewards = self._logs["rewards"]
-        texts = zip(self._logs["prompt"], self._logs["completion"], self._logs["advantages"], strict=True)
-        rows = []
-        for index, (prompt, completion, advantage) in enumerate(texts):
-            row = {"prompt": prompt, "completion": completion, "advantage": advantage}
-            row["rewards"] = {name: column[index] for name, column in rewards.items()}
-            if index in self._meter.token_mismatch:
-                row["tokens"] = self._token_texts(self._sampled_ids[index])
-                row["token_mismatch"] = self._meter.token_mismatch[index]
-            rows.append(row)
-        return rows
-
-    def _token_texts(self, token_ids):
-        """Each token decoded on its own; a token is decoded once a run."""
-        for token in set(token_ids) - self._decoded.keys():
-            self._decoded[token] = self.processing_class.decode([token])
-        return [self._decoded[token] for token in token_ids]
 
 
 class _EachStep(TrainerCallback):
@@ -375,12 +359,3 @@ def _listeners(on_record):
     if on_record is None:
         return [LiveView()]
     return list(on_record) if isinstance(on_record, (list, tuple)) else [on_record]
-
-
-def _peak_memory_gib() -> float:
-    """Peak memory: allocated on the GPU when there is one, else resident in this process [GiB]."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
