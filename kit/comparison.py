@@ -101,11 +101,12 @@ def _learning_statement(first, second):
     (a, error_a), (b, error_b) = map(_accuracy, (first, second))
     words = f"{dtype_of(first)} {a:.3f} ± {error_a:.3f}, {dtype_of(second)} {b:.3f} ± {error_b:.3f}"
     noise = 2 * math.hypot(error_a, error_b)
+    steps = min(2 * LAST, len(first.records), len(second.records))
     if abs(b - a) <= noise:
         verdict = "the same within noise, so in this run one learned as well as the other"
     else:
         verdict = f"{dtype_of(second if b > a else first)} learned more, by more than the noise ({noise:.3f})"
-    return f"Learning: accuracy over the last steps {words}: {verdict}."
+    return f"Learning: accuracy over the last {steps} steps {words}: {verdict}."
 
 
 def _accuracy(run):

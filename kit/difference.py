@@ -4,8 +4,12 @@ Pure functions of logprobs that were measured (`kit.measure`); the metrics of a 
 """
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kit.summary import number
+
+if TYPE_CHECKING:
+    from kit.measure import Measurement
 
 
 def token_table(
@@ -25,7 +29,7 @@ def token_table(
     return "\n".join(lines)
 
 
-def difference_text(measurements: Mapping[str, "object"]) -> str:
+def difference_text(measurements: Mapping[str, "Measurement"]) -> str:
     """What `difference_figure` shows, a line a dtype: {dtype name: `kit.measure.Measurement`} -> text."""
     lines = []
     for name, measured in measurements.items():
@@ -38,7 +42,7 @@ def difference_text(measurements: Mapping[str, "object"]) -> str:
     return "\n".join(lines)
 
 
-def difference_figure(measurements: Mapping[str, "object"]):
+def difference_figure(measurements: Mapping[str, "Measurement"]):
     """Left: both logprobs of each token. Right: |d| over the token's surprise. {dtype name: Measurement} -> Figure."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -56,14 +60,15 @@ def difference_figure(measurements: Mapping[str, "object"]):
         both.plot(sampler, sampler + d, ms=4, alpha=0.35, **dots)
         size.plot((-sampler).clamp(min=1e-6), d.abs().clamp(min=floor), ms=3, alpha=0.25, **dots)
         mean = d.abs().mean().item()
-        size.axhline(mean, color=style["color"], ls=style["linestyle"], lw=1.8)
-        size.annotate(f"{name}: mean {number(mean, 2)}", (0.01, mean), xycoords=("axes fraction", "data"),
+        size.axhline(max(mean, floor), color=style["color"], ls=style["linestyle"], lw=1.8)
+        size.annotate(f"{name}: mean {number(mean, 2)}", (0.01, max(mean, floor)), xycoords=("axes fraction", "data"),
                       xytext=(0, 3), textcoords="offset points", color=style["color"], fontsize=9.5,
                       bbox={"facecolor": PAPER, "alpha": 0.8, "lw": 0, "pad": 0.5})  # fmt: skip
     both.axline((0, 0), slope=1, color=FAINT, lw=0.8)
     size.set(xscale="log", yscale="log")
     size.axhline(floor, color=FAINT, lw=0.6, ls=":")
-    size.annotate("exactly equal", (0.99, floor), xycoords=("axes fraction", "data"), xytext=(0, 3), ha="right",
+    size.set_ylim(floor / 4, max(size.get_ylim()[1], 1e3 * floor))
+    size.annotate("exactly equal", (0.01, floor), xycoords=("axes fraction", "data"), xytext=(0, -11),
                   textcoords="offset points", color=FAINT, fontsize=9)  # fmt: skip
     _label(both, "Logprob of each token, by both", "sampler [nats]", "trainer [nats]")
     _label(size, "How far apart they are", "surprise of the token: -logprob [nats]", "|trainer - sampler| [nats]")

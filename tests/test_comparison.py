@@ -101,7 +101,8 @@ def test_statements_say_when_the_other_format_did_as_well(pair):
     mismatch, learning, stability = statements(*pair)
     assert "|d| of bfloat16 is 8 times float16's, its k3 64 times" in mismatch and "8 and 64" in mismatch
     assert (
-        "float16 0.750 ± 0.053, bfloat16 0.750 ± 0.053" in learning and "one learned as well as the other" in learning
+        "over the last 10 steps float16 0.750 ± 0.053, bfloat16 0.750 ± 0.053" in learning
+        and "one learned as well as the other" in learning
     )
     assert "float16: largest gradient norm 1.0 times its median" in stability and "1 updates skipped" in stability
 
