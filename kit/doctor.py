@@ -40,7 +40,7 @@ class Report:
 
     @property
     def status(self) -> str:
-        """"ok", "warn" or "error"."""
+        """ "ok", "warn" or "error"."""
         levels = {finding.level for finding in self.findings}
         return next((level for level in ("error", "warn") if level in levels), "ok")
 

@@ -15,6 +15,7 @@ DEFAULT_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else every process's first thread is pinned to the same core
 }
 
 STARTS = ("fast", "compiled", "eager")

@@ -107,9 +107,7 @@ def check_arguments(
     if max_lora_rank < 1 or max_lora_rank > MAX_LORA_RANK:
         raise ArgumentError(f"max_lora_rank is a whole number from 1 to {MAX_LORA_RANK}; got {max_lora_rank}")
     if not 0 < gpu_memory_utilization <= 1:
-        raise ArgumentError(
-            f"gpu_memory_utilization is a share, above 0 and at most 1; got {gpu_memory_utilization}"
-        )
+        raise ArgumentError(f"gpu_memory_utilization is a share, above 0 and at most 1; got {gpu_memory_utilization}")
     settings = Settings(
         shape, hardware, dtype or recommended_dtype(hardware)[0],
         rank=max_lora_rank, length=max_seq_length, group=1,

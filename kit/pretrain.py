@@ -91,9 +91,7 @@ def build_optimizers(model: Qwen3ForCausalLM, recipe: Recipe) -> list[torch.opti
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and "embed_tokens" not in name else rest).append(parameter)
     return [
-        torch.optim.Muon(
-            matrices, lr=recipe.muon_lr, weight_decay=recipe.muon_weight_decay, adjust_lr_fn="original"
-        ),
+        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=recipe.muon_weight_decay, adjust_lr_fn="original"),
         torch.optim.AdamW(rest, lr=recipe.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 

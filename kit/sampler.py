@@ -5,7 +5,7 @@ weights: it is written to memory-backed storage and loaded once per sync. Not he
 proof that a sync worked (`kit.probe`).
 """
 
-import contextlib
+import ctypes
 import gc
 import shutil
 import tempfile
@@ -24,7 +24,7 @@ from kit.precision import Precision
 # vLLM 0.31 replaces torch.set_num_threads by a function that does nothing when it builds a CPU engine.
 _set_num_threads = torch.set_num_threads
 
-# Parameters below which a model is decoded on one CPU thread.
+# Parameters below which a model computes on one CPU thread.
 SMALL_MODEL = 20e6
 
 ADAPTER_NAME, ADAPTER_ID = "policy", 1
@@ -118,7 +118,8 @@ class VLLMSampler:
         self.llm = vllm.LLM(**(arguments | (engine_arguments or {})))
         self.start_seconds = time.perf_counter() - started
         self.weights_version = 0  # adapters loaded so far
-        self._decoding_threads = _decoding_threads(self.llm)
+        self._threads_before = torch.get_num_threads()
+        _set_num_threads(_cpu_threads(self.llm))  # of this process: the trainer computes on them too
         self._adapter_dir = tempfile.mkdtemp(prefix="kit-adapter-", dir=_memory_backed())
         self._cleanup = weakref.finalize(self, shutil.rmtree, self._adapter_dir, ignore_errors=True)
         self._adapter_loaded, self._registered_shapes = False, {}
@@ -185,7 +186,7 @@ class VLLMSampler:
         texts = [{"prompt_token_ids": token_ids} for token_ids in prompts]
         engine, adapter = self._engine(), self._adapter_request()
         seeded = all(request.seed is not None for request in params)
-        with _threads(self._decoding_threads), torch.random.fork_rng(devices=[], enabled=seeded):
+        with torch.random.fork_rng(devices=[], enabled=seeded):
             return engine.generate(texts, params, use_tqdm=False, lora_request=adapter)
 
     def load_adapter(self, model) -> float:
@@ -254,6 +255,7 @@ class VLLMSampler:
         gc.collect()
         cleanup_dist_env_and_memory()
         self._cleanup()
+        _return_freed_memory()
         return max(0.0, before - used_memory_gib())
 
     def _engine(self):
@@ -278,6 +280,13 @@ class VLLMSampler:
             )
 
 
+def _return_freed_memory():
+    """Give what was freed back to the system; glibc keeps 0.1 GiB a load of the bundled model otherwise."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim:
+        trim(0)
+
+
 def used_memory_gib() -> float:
     """Memory in use: of the GPU when there is one, else of this process [GiB]."""
     if torch.cuda.is_available():
@@ -298,24 +307,12 @@ def peak_memory_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def _decoding_threads(llm) -> int:
-    """CPU threads for decoding. A small model's decode step is thousands of parallel regions of microseconds each: a
-    second thread wins a fifth of the time on an idle machine and costs twenty times as much when another process
-    takes its core.
+def _cpu_threads(llm) -> int:
+    """CPU threads that suit a model. A small one's step is thousands of parallel regions of microseconds each: a second
+    thread wins a sixth of the time on an idle machine and costs ten times as much when another process takes its core.
     """
     parameters = llm.apply_model(lambda model: sum(p.numel() for p in model.parameters()))[0]
     return 1 if parameters < SMALL_MODEL else torch.get_num_threads()
-
-
-@contextlib.contextmanager
-def _threads(count: int):
-    """Let torch and vLLM compute on `count` CPU threads."""
-    before = torch.get_num_threads()
-    _set_num_threads(count)
-    try:
-        yield
-    finally:
-        _set_num_threads(before)
 
 
 def _completion(output) -> Completion:

@@ -43,7 +43,7 @@ def test_a_named_checkpoint_is_taken_if_it_is_whole(tmp_path):
     first, half = checkpoint(tmp_path, 5), checkpoint(tmp_path, 15, whole=False)
     checkpoint(tmp_path, 10)
     assert find(tmp_path, first) == str(first)
-    with pytest.raises(NoCheckpoint, match="checkpoint-15 is no whole checkpoint.*checkpoint-10, checkpoint-5"):
+    with pytest.raises(NoCheckpoint, match=r"checkpoint-15 is no whole checkpoint.*checkpoint-10, checkpoint-5"):
         find(tmp_path, half)
 
 

@@ -108,7 +108,7 @@ def test_the_exact_kl_is_what_the_sampled_estimators_estimate(noise):
 
 @pytest.mark.engine("bfloat16")
 def test_the_exact_kl_has_the_size_that_sampling_finds(model, tokenizer):
-    """Four positions, 200 tokens sampled at each: rounding differs between batch shapes, so a factor of 3 is allowed."""
+    """Four positions, 200 tokens at each; rounding differs between batch shapes, so a factor of 3 is allowed."""
     policy, draws, positions = with_adapter(model, spread=0.4), 200, [3, 6, 16, 23]
     ids = tokenizer(TEXT).input_ids
     exact = compare_distributions(policy, ids, positions)

@@ -131,7 +131,7 @@ def test_a_folder_that_lacks_a_part_is_named_with_the_part(folder, missing, name
 
 
 def test_a_folder_that_is_not_there_is_named():
-    with pytest.raises(ModelNotFound, match="no folder ./nowhere"):
+    with pytest.raises(ModelNotFound, match=r"no folder \./nowhere"):
         FastLanguageModel.from_pretrained("./nowhere", dtype="float32")
 
 

@@ -44,8 +44,8 @@ def result():
     """The command's JSON, for 128 completions a dtype."""
     command = [sys.executable, "-m", "kit", "mismatch", "--model", MODEL, "--dtypes", "float32,float16,bfloat16"]
     done = subprocess.run(
-        [*command, "--sequences", "128", "--tokens", "80", "--json"], cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True, check=True,
+        [*command, "--sequences", "128", "--tokens", "80", "--json"], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
 

@@ -39,8 +39,11 @@ def test_the_contract_of_each_dtype(name, short, autocast, loss_scaling):
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [("float16", "float16"), ("fp16", "float16"), ("half", "float16"), (f16, "float16"), ("bf16", "bfloat16")]
-    + [(b16, "bfloat16"), ("torch.bfloat16", "bfloat16"), (f32, "float32"), ("fp32", "float32"), ("float", "float32")],
+    [
+        *((word, "float16") for word in ("float16", "fp16", "half", f16, "torch.float16")),
+        *((word, "bfloat16") for word in ("bfloat16", "bf16", b16, "torch.bfloat16")),
+        *((word, "float32") for word in ("float32", "fp32", "float", f32)),
+    ],
 )
 def test_a_dtype_is_given_by_name_or_as_torch_dtype(given, name):
     assert Precision.of(given) == Precision(name)
@@ -88,8 +91,13 @@ def test_the_description_is_json_and_whole(name):
 
 @pytest.mark.parametrize(
     ("name", "abs_mean", "k3"),
-    [("float32", 2e-7, 0.0), ("float16", 2.8e-4, 1.1e-7), ("bfloat16", 2.1e-3, 7.2e-6)]  # a CPU, random Qwen3
-    + [("float16", 5.42e-3, 2.83e-5), ("bfloat16", 4.36e-2, 1.83e-3)],  # an H200, SmolLM2-135M
+    [
+        ("float32", 2e-7, 0.0),  # a CPU, random Qwen3
+        ("float16", 2.8e-4, 1.1e-7),
+        ("bfloat16", 2.1e-3, 7.2e-6),
+        ("float16", 5.42e-3, 2.83e-5),  # an H200, SmolLM2-135M
+        ("bfloat16", 4.36e-2, 1.83e-3),
+    ],
 )
 def test_the_expected_bands_hold_what_was_measured(name, abs_mean, k3):
     assert EXPECTED_ABS_MEAN[name][0] <= abs_mean <= EXPECTED_ABS_MEAN[name][1]
@@ -109,8 +117,12 @@ def test_the_kits_defaults_contradict_no_dtype(name):
 
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("float16", {"fp16": True}), ("bfloat16", {"bf16": True}), ("float32", {"cast_lm_head_to_fp32": True})]
-    + [("float16", {"model_init_kwargs": {"dtype": d}}) for d in ("auto", "float16", f16, None)],
+    [
+        ("float16", {"fp16": True}),
+        ("bfloat16", {"bf16": True}),
+        ("float32", {"cast_lm_head_to_fp32": True}),
+        *(("float16", {"model_init_kwargs": {"dtype": dtype}}) for dtype in ("auto", "float16", f16, None)),
+    ],
 )
 def test_arguments_that_repeat_the_contract_are_fine(name, more):
     check_arguments(Precision(name), arguments(**more))

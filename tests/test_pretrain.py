@@ -109,10 +109,10 @@ def test_packaged_tokenizer_and_generation_config_are_the_tasks(model):
 
 def test_quality_is_as_recorded(model):
     recorded = TRAINING["quality"]
-    found = measure(model, problems=64, seed=1)
-    # 64 problems of 8 samples each: a standard error of about 0.02.
-    assert found["pass_at_1"] == pytest.approx(recorded["pass_at_1"], abs=0.08)
-    assert found["rl_pass_at_1"] == pytest.approx(recorded["rl_pass_at_1"], abs=0.08)
+    found = measure(model, problems=48, seed=1)
+    # 48 problems of 8 samples each: a standard error of about 0.03.
+    assert found["pass_at_1"] == pytest.approx(recorded["pass_at_1"], abs=0.1)
+    assert found["rl_pass_at_1"] == pytest.approx(recorded["rl_pass_at_1"], abs=0.1)
     assert found["length"] == pytest.approx(recorded["length"], abs=2)
     assert found["greedy"] >= 0.95 and found["pass_at_8"] >= 0.9 and found["ended"] == 1.0
 

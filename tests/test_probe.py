@@ -109,7 +109,7 @@ def test_an_adapter_that_the_sampler_never_got_is_caught(synced):
 def test_one_projection_that_is_not_synced_is_caught(synced, module):
     """Packed projections (q, k, v in one matrix) are where a part can go missing."""
     policy = synced[0]
-    name, parameter = next((n, p) for n, p in policy.named_parameters() if module in n and "lora_B" in n)
+    parameter = next(p for name, p in policy.named_parameters() if module in name and "lora_B" in name)
     with torch.no_grad():
         parameter.zero_()
     with pytest.raises(SyncError):
@@ -127,7 +127,7 @@ def test_weights_that_have_diverged_are_said_to_have(synced):
 
 @pytest.mark.engine("float32")
 def test_the_prefix_cache_never_serves_old_weights(synced):
-    """The same prompt before and after a sync: cached keys and values of the old adapter would give the old logprobs."""
+    """The same prompt before and after a sync: cached keys and values of the old adapter would show."""
     policy, sampler, ids, _ = synced
     before = sampler.next_token_logprobs(ids)
     torch.testing.assert_close(sampler.next_token_logprobs(ids), before)  # now from the cache

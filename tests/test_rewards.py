@@ -40,7 +40,7 @@ def test_it_gets_every_argument_and_keeps_its_name():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300, "0.5", [0.5], torch.tensor([1.0, 2.0])])
 def test_a_reward_that_is_no_finite_float32_is_named_with_its_completion(bad):
-    with pytest.raises(RewardError, match="'my_reward' returned .* for completion 1: 'two'"):
+    with pytest.raises(RewardError, match=r"'my_reward' returned .* for completion 1: 'two'"):
         returning([0.5, bad])(completions=TEXTS)
 
 

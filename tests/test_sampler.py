@@ -1,4 +1,4 @@
-"""The vLLM sampler and its stand-in by transformers: one interface, the trainer's logprobs, reproducible completions."""
+"""The vLLM sampler and its stand-in by transformers: one interface, the trainer's logprobs, the same again by seed."""
 
 import inspect
 import math

@@ -12,7 +12,6 @@ from engines import (
     adapter_weights,
     constant_reward,
     each_dtype,
-    move_adapter,
     planted,
     share_of_digits,
     with_adapter,
@@ -286,7 +285,7 @@ def test_after_the_scale_has_come_down_training_goes_on(make_trainer):
 
 @pytest.mark.engine("bfloat16")
 def test_a_gradient_that_turns_nan_on_the_way_back_is_named_where_it_did(make_trainer):
-    """Planted: what the second layer (1) passes back is NaN. Clipping by a NaN norm would spoil, and name, all others."""
+    """Planted: what the second layer (1) passes back is NaN. Clipping by a NaN norm would spoil all the others."""
     trainer = make_trainer(max_steps=1)
     layer = trainer.model.get_base_model().model.layers[1]
     layer.register_full_backward_hook(lambda module, inputs, outputs: tuple(g * math.nan for g in inputs))
@@ -598,7 +597,7 @@ def test_contradicting_arguments_are_refused_before_anything_is_built(make_train
         make_trainer(bf16=True)
     with pytest.raises(PrecisionError, match="model_init_kwargs dtype bfloat16"):
         make_trainer(model_init_kwargs={"dtype": "bfloat16"})
-    with pytest.raises(PrecisionError, match="trl.GRPOConfig sets bf16=True"):
+    with pytest.raises(PrecisionError, match=r"trl.GRPOConfig sets bf16=True"):
         make_trainer(config=trl.GRPOConfig, use_cpu=True)
     assert list(tmp_path.iterdir()) == []
 

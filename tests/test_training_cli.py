@@ -31,9 +31,15 @@ def test_the_defaults_of_the_command_are_those_of_the_settings():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"steps": 0}, {"steps": -1}, {"learning_rate": 0.0}, {"learning_rate": float("nan")}, {"rank": 0}, {"group": 1}]
-    + [{"completions": 60}, {"micro_batch": 48}, {"micro_batch": -1}, {"temperature": 0.0}, {"held_out": -1}]
-    + [{"max_completion_length": 0}, {"save_steps": 0}],
+    [
+        *({"steps": value} for value in (0, -1)),
+        *({"learning_rate": value} for value in (0.0, float("nan"))),
+        *({"micro_batch": value} for value in (48, -1)),
+        *({name: 0} for name in ("rank", "max_completion_length", "save_steps", "temperature")),
+        {"group": 1},
+        {"completions": 60},
+        {"held_out": -1},
+    ],
 )
 def test_impossible_settings_are_refused_by_name(bad):
     with pytest.raises(ArgumentError, match=next(iter(bad))):
