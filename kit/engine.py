@@ -46,8 +46,27 @@ def import_vllm():
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import vllm
+    from vllm.platforms import current_platform
 
+    if current_platform.is_cpu():
+        # vLLM 0.31 compiles two sampling helpers with inductor even in eager mode: half a minute at the first
+        # completion, a C++ compiler, and a failure in a folder with a space in its name
+        type(current_platform).simple_compile_backend = "eager"
     return vllm
+
+
+def build(vllm, arguments: dict):
+    """`vllm.LLM` with these arguments. The engine sets LD_PRELOAD for workers that this kit does not start; it is put
+    back, so that child processes do not inherit it.
+    """
+    before = os.environ.get("LD_PRELOAD")
+    try:
+        return vllm.LLM(**arguments)
+    finally:
+        if before is None:
+            os.environ.pop("LD_PRELOAD", None)
+        else:
+            os.environ["LD_PRELOAD"] = before
 
 
 def _is_installed(name):
@@ -56,6 +75,12 @@ def _is_installed(name):
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def check_start(start: str) -> None:
+    """Refuse an unknown way to start."""
+    if start not in STARTS:
+        raise ArgumentError(f"start is {start!r}; expected one of {', '.join(STARTS)}.")
 
 
 def arguments(
@@ -74,8 +99,7 @@ def arguments(
     Raises:
         ArgumentError: unknown `start`.
     """
-    if start not in STARTS:
-        raise ArgumentError(f"start is {start!r}; expected one of {', '.join(STARTS)}.")
+    check_start(start)
     cuda = torch.cuda.is_available()
     chosen = {
         "model": path,

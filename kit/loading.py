@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from kit import engine
 from kit.errors import ArgumentError, KitError
 from kit.precision import Precision, PrecisionError
 
@@ -87,6 +88,7 @@ class FastLanguageModel:
             ModelNotFound, kit.precision.PrecisionError, kit.engine.SamplerUnavailable, kit.errors.ArgumentError.
         """
         _check_numbers(max_seq_length, max_lora_rank, gpu_memory_utilization, max_num_seqs)
+        engine.check_start(start)
         precision = Precision.of(dtype)
         path = resolve(model_name)
         _check_four_bit(load_in_4bit, precision)

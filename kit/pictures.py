@@ -14,7 +14,7 @@ from kit.records import Run, free_path
 TARGET = Path(__file__).parents[1] / "notebooks" / "images" / "training.png"
 
 
-def make_arms(steps: int, root: str | Path = "runs") -> list[Run]:
+def make_arms(steps: int, root: str | Path = "runs/pictures") -> list[Run]:
     """Train the bundled model in float16, then in bfloat16, with nothing else different."""
     from kit.live import LiveView
     from kit.training import TrainSettings, train
@@ -22,7 +22,7 @@ def make_arms(steps: int, root: str | Path = "runs") -> list[Run]:
     arm = TrainSettings(steps=steps, held_out=256)
     runs = []
     for dtype in ("float16", "bfloat16"):
-        out = free_path(Path(root) / f"picture-{dtype}")
+        out = free_path(Path(root) / dtype)
         runs.append(train(replace(arm, dtype=dtype), out, on_record=LiveView()))
     return runs
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`python -m kit pictures`: draw, and print the table that goes with it."""
     runs = [Run.load(path) for path in args.runs] or make_arms(args.steps)
-    TARGET.parent.mkdir(exist_ok=True)
+    TARGET.parent.mkdir(parents=True, exist_ok=True)
     save_comparison(runs, TARGET)
     if args.json:
         print(json.dumps({"runs": [str(run.path) for run in runs], "files": [str(TARGET)]}, indent=2))

@@ -115,7 +115,7 @@ class VLLMSampler:
             start=start,
             seed=seed,
         )
-        self.llm = vllm.LLM(**(arguments | (engine_arguments or {})))
+        self.llm = engine.build(vllm, arguments | (engine_arguments or {}))
         self.start_seconds = time.perf_counter() - started
         self.weights_version = 0  # adapters loaded so far
         self._threads_before = torch.get_num_threads()

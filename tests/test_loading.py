@@ -149,6 +149,7 @@ def test_a_folder_that_is_not_there_is_named():
         ({"gpu_memory_utilization": 1.1}, ArgumentError, "gpu_memory_utilization is 1.1"),
         ({"max_num_seqs": 0}, ArgumentError, "max_num_seqs is 0"),
         ({"load_in_4bit": True}, PrecisionError, "load_in_4bit=True"),
+        ({"start": "slow"}, ArgumentError, "start is 'slow'; expected one of fast, compiled, eager"),
         ({"model_name": "./nowhere"}, ModelNotFound, "./nowhere"),
     ],
 )
@@ -312,12 +313,6 @@ def test_random_state_and_start(other):
     config = engine_config(other[0])
     assert config.model_config.seed == 11
     assert config.model_config.enforce_eager
-
-
-@pytest.mark.engine
-def test_an_unknown_start_is_refused(other):
-    with pytest.raises(ArgumentError, match="start is 'slow'; expected one of fast, compiled, eager"):
-        FastLanguageModel.from_pretrained(MODEL, max_seq_length=64, dtype="float32", start="slow")
 
 
 @pytest.mark.engine

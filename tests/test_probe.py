@@ -74,14 +74,29 @@ def test_a_stale_adapter_is_caught(synced):
 
 @each_dtype
 @pytest.mark.parametrize("change", [{"lora_alpha": 32}, {"r": 16}, {"use_rslora": True}])
-def test_a_scaling_that_differs_on_one_side_is_caught(synced, change):
-    """The sampler reads lora_alpha, r and use_rslora from the saved configuration."""
+def test_a_scaling_that_the_sampler_reads_otherwise_is_caught(synced, change):
+    """It reads lora_alpha, r and use_rslora from the saved configuration when an adapter is registered."""
     policy, sampler, *_ = synced
     for name, value in change.items():
         setattr(policy.peft_config["default"], name, value)
+    sampler.drop_adapter()
     sampler.load_adapter(policy)
     with pytest.raises(SyncError):
         check(*synced)
+
+
+@each_dtype
+def test_a_scaling_that_changes_on_the_trainers_side_is_caught_until_the_next_sync(synced):
+    from peft.tuners.lora import LoraLayer
+
+    policy, sampler, *_ = synced
+    for module in policy.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling["default"] *= 2
+    with pytest.raises(SyncError):
+        check(*synced)
+    sampler.load_adapter(policy)
+    check(*synced)
 
 
 @each_dtype
