@@ -1,6 +1,7 @@
 """vLLM itself: importing it so that its engine lives in this process, and the arguments an engine is built with."""
 
 import os
+import sys
 from importlib import metadata
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from kit import hardware
 from kit.errors import ArgumentError, KitError
 from kit.precision import Precision
+from kit.quiet import quiet
 
 # vLLM reads these when an engine is built. VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in any case: the engine must live in
 # this process, where its weights can be read back (and on a GPU shared) and closing it gives the memory back.
@@ -45,8 +47,9 @@ def import_vllm():
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in DEFAULT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    import vllm
-    from vllm.platforms import current_platform
+    with quiet():
+        import vllm
+        from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
         # vLLM 0.31 compiles two sampling helpers with inductor even in eager mode: half a minute at the first
@@ -60,8 +63,10 @@ def build(vllm, arguments: dict):
     back, so that child processes do not inherit it.
     """
     before = os.environ.get("LD_PRELOAD")
+    print(f"Starting vLLM {vllm.__version__} in {arguments['dtype']} ...", file=sys.stderr, flush=True)
     try:
-        return vllm.LLM(**arguments)
+        with quiet():
+            return vllm.LLM(**arguments)
     finally:
         if before is None:
             os.environ.pop("LD_PRELOAD", None)

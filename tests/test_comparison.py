@@ -144,6 +144,16 @@ def test_compare_command_refuses_without_writing(pair, tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_pictures_are_drawn_from_given_runs(pair, tmp_path, monkeypatch, capsys):
+    from kit import pictures
+
+    monkeypatch.setattr(pictures, "TARGET", tmp_path / "images" / "training.png")
+    monkeypatch.setattr(pictures, "make_arms", lambda steps: pytest.fail("runs were given"))
+    assert cli.main(["pictures", *(str(run.path) for run in pair), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["files"] == [str(tmp_path / "images" / "training.png")]
+    assert (tmp_path / "images" / "training.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_report_command(pair, capsys):
     run = pair[0]
     assert cli.main(["report", str(run.path), "--json"]) == 0
