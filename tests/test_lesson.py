@@ -121,9 +121,10 @@ def test_ready_installs_the_lanes_pins_where_vllm_is_missing(monkeypatch, capsys
     monkeypatch.chdir(ROOT)
     calls = []
 
-    def run(command, check):
+    def run(command, **options):
         wanted = Path(next(word for word in command if word.endswith(".txt"))).read_text().splitlines()
         calls.append((command[4:], [line.partition("==")[0] for line in wanted if "==" in line]))
+        return SimpleNamespace(returncode=0, stdout="")
 
     monkeypatch.setattr(install.subprocess, "run", run)
     monkeypatch.setattr(
@@ -136,6 +137,15 @@ def test_ready_installs_the_lanes_pins_where_vllm_is_missing(monkeypatch, capsys
     for _, names in calls:
         assert "trl" in names and {"ipykernel", "numpy"}.isdisjoint(names)
     assert f"-r {pins}" in capsys.readouterr().out
+
+
+def test_a_failing_pip_says_what_it_said(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    answer = SimpleNamespace(returncode=1, stdout="looking\nNo matching distribution found for torch\n")
+    monkeypatch.setattr(install.subprocess, "run", lambda command, **options: answer)
+    monkeypatch.setattr(install, "installed", lambda: {})
+    with pytest.raises(install.InstallFailed, match="No matching distribution found for torch"):
+        install.ready()
 
 
 def test_loaded_packages_knows_what_this_process_has_loaded():

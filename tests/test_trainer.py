@@ -273,13 +273,13 @@ def test_an_overflow_is_skipped_counted_and_named(make_trainer):
 
 @pytest.mark.engine("float16")
 def test_after_the_scale_has_come_down_training_goes_on(make_trainer):
-    trainer = make_trainer(max_steps=8, per_device_train_batch_size=8)
-    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
+    trainer = make_trainer(max_steps=11, per_device_train_batch_size=8)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**25)
     before = adapter_weights(trainer.model)
     trainer.train()
     skipped = [record["scaler/skipped"] for record in trainer.seen]
-    assert skipped[0] == 1 and skipped[-1] == 0
-    scales = [2.0**26, *(record["scaler/scale"] for record in trainer.seen)]
+    assert skipped[0] == 1 and skipped.count(0) > 2
+    scales = [2.0**25, *(record["scaler/scale"] for record in trainer.seen)]
     assert [after / before for before, after in pairwise(scales)] == [0.5 if s else 1.0 for s in skipped]
     assert [r.get("scaler/first_nonfinite") is not None for r in trainer.seen] == [bool(s) for s in skipped]
     assert moved(trainer.model, before) > 1e-4
