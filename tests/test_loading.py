@@ -316,9 +316,10 @@ def test_random_state_and_start(other):
 
 
 @pytest.mark.engine
-def test_closing_removes_what_the_sampler_wrote(other):
-    sampler = other[0].kit.sampler
-    sampler.load_adapter(with_adapter(other[0]))
+def test_closing_removes_what_the_sampler_wrote():
+    model, _ = FastLanguageModel.from_pretrained(MODEL, max_seq_length=64, dtype="float32", max_lora_rank=16)
+    sampler = model.kit.sampler
+    sampler.load_adapter(with_adapter(model))
     written = Path(sampler._adapter_dir)
     assert written.exists()
     sampler.close()

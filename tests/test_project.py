@@ -54,7 +54,9 @@ def installed_lane():
 
 
 def installed():
-    return {canonicalize_name(d.name): d.version for d in metadata.distributions() if d.name}
+    """Name -> version; without the copies that setuptools carries and puts on the path once it is imported."""
+    path = [folder for folder in sys.path if "_vendor" not in folder]
+    return {canonicalize_name(d.name): d.version for d in metadata.distributions(path=path) if d.name}
 
 
 def required_by(name):
