@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from datasets import IterableDataset
+
 from kit.errors import ArgumentError
 from kit.loading import Loaded
 
@@ -33,6 +35,11 @@ def check_dataset(dataset, tokenizer, args, loaded: Loaded) -> None:
     """Refuse a dataset that is empty, has no prompts, or whose prompts leave no room for the completions."""
     if tokenizer is None:
         raise ArgumentError("processing_class is missing: give the tokenizer that from_pretrained returned.")
+    if isinstance(dataset, IterableDataset):
+        raise ArgumentError(
+            "train_dataset is a stream (IterableDataset), whose rows cannot be counted or read twice: pass a Dataset, "
+            "for example Dataset.from_list(list(stream.take(1000)))."
+        )
     if dataset is None or len(dataset) == 0:
         raise ArgumentError("train_dataset is empty. Expected at least one row with a column 'prompt'.")
     if "prompt" not in dataset.column_names:

@@ -573,6 +573,8 @@ def test_no_dataset_and_no_tokenizer_are_refused(engines, dtype, problems, tmp_p
     policy, args = with_adapter(engines.model(dtype)), GRPOConfig(output_dir=str(tmp_path / "run"))
     with pytest.raises(ArgumentError, match="train_dataset is empty"):
         GRPOTrainer(policy, share_of_digits, args, None, engines.tokenizer)
+    with pytest.raises(ArgumentError, match="train_dataset is a stream"):
+        GRPOTrainer(policy, share_of_digits, args, problems.to_iterable_dataset(), engines.tokenizer)
     with pytest.raises(ArgumentError, match="processing_class"):
         GRPOTrainer(policy, share_of_digits, args, problems, None)
     assert list(tmp_path.iterdir()) == []
