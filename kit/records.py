@@ -142,6 +142,7 @@ class RunWriter(_RunPaths):
                 raise RunExists(f"{path} already holds a run ({steps} steps). Resume it from a checkpoint, remove the "
                                 f"directory, or take a free name such as {free_path(path)}.")  # fmt: skip
             full = {"format": FORMAT, "name": path.name, "created": now(), "status": "running"} | info
+            full = plain(full, "run.json")  # as a reader will find it: a live run compares equal to a loaded one
             _write_info(path, full)
             return cls(path, lock, full, last_step=None)
         except BaseException:
@@ -190,7 +191,7 @@ class RunWriter(_RunPaths):
 
     def update(self, **info: object) -> None:
         """Merges into run.json, which is replaced whole."""
-        merged = self.info | info
+        merged = self.info | plain(info, "run.json")
         try:
             _write_info(self.path, merged)
         except OSError as error:

@@ -109,7 +109,7 @@ def test_words_follow_the_steps(executed):
     assert lines[0].endswith("left")
     steps = [int(line.split("/25")[0].removeprefix("step ")) for line in lines]
     assert steps == sorted(set(steps))
-    assert len(steps) >= 3
+    assert len(steps) >= 2  # how many more is a matter of the machine: updates are throttled by their cost
 
 
 def test_a_step_is_not_held_up(executed):

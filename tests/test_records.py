@@ -267,3 +267,12 @@ def test_importing_records_is_light():
         "print([name for name in ('torch', 'numpy', 'matplotlib', 'IPython') if name in sys.modules])"
     )
     assert child(code).communicate()[0] == "[]\n"
+
+
+def test_a_live_runs_info_equals_the_loaded_one(tmp_path):
+    with RunWriter.create(tmp_path / "run", {"hardware": {"features": ("avx512", "amx")}}) as writer:
+        writer.update(expected=(0.0, 1e-5))
+        live = dict(writer.info)
+    loaded = Run.load(tmp_path / "run").info
+    assert live["hardware"] == loaded["hardware"] == {"features": ["avx512", "amx"]}
+    assert live["expected"] == loaded["expected"] == [0.0, 1e-5]
