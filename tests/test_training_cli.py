@@ -1,6 +1,5 @@
-"""`python -m kit train`: its options, its output, and what it refuses before anything loads."""
+"""`python -m kit train`: its options, and what it refuses before anything loads. Whole runs are in test_resume.py."""
 
-import json
 import signal
 from dataclasses import asdict, fields
 
@@ -9,7 +8,7 @@ from engines import MODEL, kit_command, wait_for_steps
 
 from kit.cli import main, parse
 from kit.errors import ArgumentError
-from kit.records import RECORD_KEYS, Run, RunWriter
+from kit.records import Run, RunWriter
 from kit.training import TrainSettings
 
 
@@ -89,32 +88,6 @@ def test_an_unknown_model_offline_is_said_in_one_line(tmp_path):
     assert "error: The model 'nobody/no-such-model' could not be had" in errors and "HF_HUB_OFFLINE" in errors
     assert "model_name='tiny'" in errors and "Traceback" not in errors
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.engine
-def test_a_whole_run_from_the_command_line(tmp_path):
-    """Five steps of 16 completions in float16, with held-out problems, its result alone on standard output."""
-    out = tmp_path / "run"
-    process = kit_command(
-        "train", "--model", MODEL, "--dtype", "float16", "--steps", 5, "--completions", 16, "--held-out", 24,
-        "--max-completion-length", 64, "--out", out, "--json",
-    )  # fmt: skip
-    printed, errors = process.communicate()
-    assert process.returncode == 0, errors[-3000:]
-    result, run = json.loads(printed), Run.load(out)
-    assert result["records"] == run.records
-    assert run.column("step") == [1, 2, 3, 4, 5]
-    assert all(record[key] is not None for record in run.records for key in RECORD_KEYS)
-    assert all(1e-6 < record["mismatch/abs_mean"] < 1e-2 for record in run.records)
-    assert run.info["status"] == "finished"
-    assert run.info["train_settings"]["completions"] == 16
-    summary = run.info["summary"]
-    assert summary["steps"] == 5
-    assert summary["accuracy_last5"] == pytest.approx(sum(run.column("accuracy")) / 5)
-    assert 0 < summary["held_out_before"] < 1 and 0 < summary["held_out_after"] <= 1
-    assert (out / "adapter" / "adapter_model.safetensors").exists()
-    assert "step 1/5" in errors and "step 5/5" in errors  # progress, in the terminal
-    assert [p.name for p in (out / "checkpoints").glob("checkpoint-*")] == ["checkpoint-5"]
 
 
 @pytest.mark.engine
