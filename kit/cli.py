@@ -12,6 +12,7 @@ COMMANDS = {
     "plan": ("kit.plan", "memory by part for a model, a dtype and a card"),
     "train": ("kit.training", "GRPO on the bundled task, sampled by vLLM, recorded"),
     "mismatch": ("kit.measure", "sampler against trainer on the same tokens, by dtype"),
+    "experiment": ("kit.experiments", "questions of the literature, asked here; each leaves JSON and a figure"),
     "compare": ("kit.comparison", "runs side by side, and what their settings differ in"),
     "report": ("kit.report", "a run's summary and figures"),
     "watch": ("kit.live", "follow a run that another process writes"),
