@@ -8,6 +8,7 @@ accumulation, one rounding). Everything else of the contract stays as it is.
 import contextlib
 
 import torch
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kit.precision import Precision
@@ -39,9 +40,25 @@ def has_float16_arithmetic() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
+def float16_needs_help(dtype: torch.dtype, device_type: str) -> bool:
+    """True for float16 on a CPU without float16 arithmetic."""
+    return device_type == "cpu" and dtype == torch.float16 and not has_float16_arithmetic()
+
+
+def widen_linears(engine_model) -> None:
+    """Let the linear layers of vLLM's CPU model compute as `Float16Products` does. Runs inside the engine."""
+    for module in engine_model.modules():
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = _widened_linear
+
+
+def _widened_linear(x, weight, bias=None):
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).half()
+
+
 def float16_products(precision: Precision, device_type: str):
     """`Float16Products` where the contract asks for float16 and the CPU has none; elsewhere a context of nothing."""
-    if device_type == "cpu" and precision.autocast == torch.float16 and not has_float16_arithmetic():
+    if float16_needs_help(precision.autocast, device_type):
         return Float16Products()
     return contextlib.nullcontext()
 

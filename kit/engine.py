@@ -55,6 +55,7 @@ def import_vllm():
         # vLLM 0.31 compiles two sampling helpers with inductor even in eager mode: half a minute at the first
         # completion, a C++ compiler, and a failure in a folder with a space in its name
         type(current_platform).simple_compile_backend = "eager"
+        type(current_platform).get_punica_wrapper = classmethod(lambda cls: "kit.one_adapter.OneAdapterCPU")
     return vllm
 
 

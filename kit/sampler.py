@@ -5,7 +5,6 @@ weights: it is written to memory-backed storage and loaded once per sync. Not he
 proof that a sync worked (`kit.probe`).
 """
 
-import ctypes
 import gc
 import shutil
 import tempfile
@@ -18,8 +17,10 @@ import torch
 
 from kit import engine
 from kit.adapters import adapter_weights, write_adapter
+from kit.cpu_half import float16_needs_help, widen_linears
 from kit.errors import ArgumentError, KitError
 from kit.precision import Precision
+from kit.process_memory import return_freed_memory, used_memory_gib
 
 # vLLM 0.31 replaces torch.set_num_threads by a function that does nothing when it builds a CPU engine.
 _set_num_threads = torch.set_num_threads
@@ -116,6 +117,8 @@ class VLLMSampler:
             seed=seed,
         )
         self.llm = engine.build(vllm, arguments | (engine_arguments or {}))
+        if float16_needs_help(precision.sampler_weights, "cuda" if torch.cuda.is_available() else "cpu"):
+            self.llm.apply_model(widen_linears)
         self.start_seconds = time.perf_counter() - started
         self.weights_version = 0  # adapters loaded so far
         self._threads_before = torch.get_num_threads()
@@ -187,7 +190,11 @@ class VLLMSampler:
         engine, adapter = self._engine(), self._adapter_request()
         seeded = all(request.seed is not None for request in params)
         with torch.random.fork_rng(devices=[], enabled=seeded):
-            return engine.generate(texts, params, use_tqdm=False, lora_request=adapter)
+            try:
+                return engine.generate(texts, params, use_tqdm=False, lora_request=adapter)
+            except BaseException:  # an interrupt too: what is left would be sampled along with the next call's prompts
+                engine.llm_engine.abort_request(list(engine.llm_engine.output_processor.request_states), internal=True)
+                raise
 
     def load_adapter(self, model) -> float:
         """Give the engine the PEFT model's current adapter; returns the seconds it took.
@@ -255,7 +262,7 @@ class VLLMSampler:
         gc.collect()
         cleanup_dist_env_and_memory()
         self._cleanup()
-        _return_freed_memory()
+        return_freed_memory()
         return max(0.0, before - used_memory_gib())
 
     def _engine(self):
@@ -278,33 +285,6 @@ class VLLMSampler:
                 f"{self.max_seq_length}. Load the model with max_seq_length={longest + max_tokens} or more, or sample "
                 f"fewer tokens."
             )
-
-
-def _return_freed_memory():
-    """Give what was freed back to the system; glibc keeps 0.1 GiB a load of the bundled model otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
-    if trim:
-        trim(0)
-
-
-def used_memory_gib() -> float:
-    """Memory in use: of the GPU when there is one, else of this process [GiB]."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        return (total - free) / 2**30
-    import psutil
-
-    return psutil.Process().memory_info().rss / 2**30
-
-
-def peak_memory_gib() -> float:
-    """Peak memory: allocated on the GPU when there is one, else resident in this process [GiB]."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**30
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _cpu_threads(llm) -> int:

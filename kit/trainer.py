@@ -28,10 +28,10 @@ from kit.meter import StepMeter
 from kit.precision import check_arguments
 from kit.preparation import adapt_arguments, check_dataset, check_model, compute_backward_in
 from kit.probe import SyncProbe, disagreement
+from kit.process_memory import peak_memory_gib
 from kit.records import Run, RunWriter
 from kit.rewards import ACCURACY_REWARDS, checked_reward
 from kit.rollout import request_seed, rollout_output, sampling_settings
-from kit.sampler import peak_memory_gib
 from kit.scaling import attach_scaler, first_nonfinite_activation, first_nonfinite_gradient
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]

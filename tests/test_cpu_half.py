@@ -92,3 +92,18 @@ def test_arithmetic_outside_the_trainer_is_the_contracts(name, dtype):
     layer, x = torch.nn.Linear(8, 8), torch.randn(2, 8)
     with trainer_arithmetic(Precision(name), "cpu"):
         assert layer(x).dtype == getattr(torch, dtype)
+
+
+@pytest.mark.engine("float16")
+def test_the_engines_linear_layers_round_once_too(model):
+    """On this CPU's float16 kernels the result would be another one, and later."""
+    if has_float16_arithmetic():
+        pytest.skip("this CPU has float16 arithmetic")
+    x, weight, bias = halves((16, 64), (8, 64), (8,))
+    (linears,) = model.kit.sampler.llm.apply_model(
+        lambda inner: [m.cpu_linear for m in inner.modules() if hasattr(m, "cpu_linear")]
+    )
+    assert len(linears) > 8
+    exact = rounded_once(torch.nn.functional.linear, x, weight, bias)
+    for linear in linears:
+        torch.testing.assert_close(linear(x, weight, bias), exact, rtol=2**-10, atol=2**-16)

@@ -51,6 +51,27 @@ def test_logprobs_are_the_trainers_at_the_sampling_temperature(model, sampler, i
 
 
 @pytest.mark.engine("float32")
+def test_an_interrupted_call_leaves_nothing_behind(sampler, ids, monkeypatch):
+    """Requests that were cut off must not be sampled along with the next call's."""
+    engine = sampler.llm.llm_engine
+    steps, step = [], engine.step
+
+    def interrupted():
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        steps.append(1)
+        return step()
+
+    before = sampler.generate(ids, SamplingSettings(16), seeds=[1, 2, 3, 4])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "step", interrupted)
+        sampler.generate(ids * 3, SamplingSettings(32), seeds=list(range(12)))
+    assert not engine.has_unfinished_requests()
+    after = sampler.generate(ids, SamplingSettings(16), seeds=[1, 2, 3, 4])
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+
+
+@pytest.mark.engine("float32")
 def test_a_seed_gives_its_completion_whatever_else_is_in_the_batch(sampler, ids):
     settings = SamplingSettings(24)
     together = sampler.generate(ids * 2, settings, seeds=list(range(8)))

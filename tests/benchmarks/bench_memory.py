@@ -11,8 +11,8 @@ import sys
 
 from kit import FastLanguageModel
 from kit.loading import close_current
+from kit.process_memory import used_memory_gib
 from kit.provenance import machine, versions
-from kit.sampler import used_memory_gib
 
 
 def load_and_close(dtype: str) -> dict:

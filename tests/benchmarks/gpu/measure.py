@@ -30,7 +30,7 @@ def memory() -> dict:
     """Peak of the allocator and memory in use on the card (of the process, in a dry run) [GiB]."""
     import torch
 
-    from kit.sampler import used_memory_gib
+    from kit.process_memory import used_memory_gib
 
     peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
     return {"peak_allocated_gib": peak, "used_gib": used_memory_gib()}
