@@ -18,7 +18,9 @@ REQUIREMENTS := $(if $(filter gpu,$(LANE)),requirements.txt,requirements-cpu.txt
 STAMP := .venv/ready-$(LANE)-$(shell { pwd; cat $(REQUIREMENTS); } | cksum | cut -d " " -f 1)
 
 TESTS ?= tests notebooks
-PYTEST := $(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=900
+# Small models compute on one thread, so two processes share the work; each holds one engine at a time.
+WORKERS ?= 2
+PYTEST := $(PY) -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=900 -n $(WORKERS) --dist loadgroup
 LAB_OPTIONS ?=
 ROOT_OPTION := $(if $(filter 0,$(shell id -u)),--allow-root)
 
@@ -33,7 +35,7 @@ help:
 	@echo 'make benchmark  time and memory, by tests/benchmarks/'
 	@echo 'make lint       ruff'
 	@echo 'make clean      removes .venv and caches; runs/ stays'
-	@echo 'Variables: PYTHON=python3.12, LANE=cpu or gpu'
+	@echo 'Variables: PYTHON=python3.12, LANE=cpu or gpu, WORKERS=2 (test processes)'
 
 setup: $(STAMP)
 	@:

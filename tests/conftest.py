@@ -9,14 +9,21 @@ settings.register_profile("kit", deadline=None, derandomize=True, max_examples=5
 settings.load_profile("kit")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """Pure tests first, then engine tests by the dtype of their engine: each dtype is loaded once."""
+    """Pure tests first, then engine tests by the dtype of their engine: each dtype is loaded once.
+
+    Worker processes take groups: the tests of one dtype's engine, or else those of one file or notebook.
+    """
 
     def engine(item):
         marker = item.get_closest_marker("engine")
         return -1 if marker is None else DTYPES.index(marker.args[0]) if marker.args else len(DTYPES)
 
     items.sort(key=engine)
+    for item in items:
+        place = engine(item)
+        item.add_marker(pytest.mark.xdist_group(DTYPES[place] if 0 <= place < len(DTYPES) else item.path.name))
 
 
 def pytest_runtest_setup(item):
