@@ -8,6 +8,7 @@ import torch
 
 from kit import hardware
 from kit.errors import ArgumentError, KitError
+from kit.fused_adapter import fused_adapters
 from kit.precision import Precision
 from kit.quiet import quiet
 
@@ -66,13 +67,20 @@ def build(vllm, arguments: dict):
     before = os.environ.get("LD_PRELOAD")
     print(f"Starting vLLM {vllm.__version__} in {arguments['dtype']} ...", file=sys.stderr, flush=True)
     try:
-        with quiet():
+        with quiet(), fused_adapters(_can_fuse(arguments)):
             return vllm.LLM(**arguments)
     finally:
         if before is None:
             os.environ.pop("LD_PRELOAD", None)
         else:
             os.environ["LD_PRELOAD"] = before
+
+
+def _can_fuse(arguments):
+    """True where the engine's layers run as written: on a GPU, not through torch.compile."""
+    compiled = not arguments.get("enforce_eager") and arguments.get("compilation_config", {}).get("mode") != 0
+    wanted = os.environ.get("KIT_FUSED_ADAPTERS", "1") == "1"  # 0: vLLM's own way, to compare with
+    return wanted and torch.cuda.is_available() and bool(arguments.get("enable_lora")) and not compiled
 
 
 def _is_installed(name):

@@ -1,5 +1,7 @@
 """Fixtures of the engine tests, and the order in which they run."""
 
+import signal
+
 import pytest
 from engines import DTYPES, Engines, share_of_digits, with_adapter
 from hypothesis import settings
@@ -7,6 +9,9 @@ from hypothesis import settings
 # The same examples in every run; no limit on an example's time, which a busy machine decides.
 settings.register_profile("kit", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("kit")
+
+# A shell's background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

@@ -57,10 +57,15 @@ def test_completions_without_the_adapter_are_the_base_models(model, engines):
     """vLLM 0.31's own way would add the adapter of the last slot to them while it decodes."""
     sampler, ids = model.kit.sampler, engines.tokenizer(["Q: 12+45=?\nA: "] * 4).input_ids
     settings, seeds = SamplingSettings(24), [1, 2, 3, 4]
+
+    def logprobs(completions):
+        return [value for completion in completions for value in completion.logprobs]
+
     before = sampler.generate(ids, settings, seeds)
     sampler.load_adapter(with_adapter(model, spread=0.3))
     changed = sampler.generate(ids, settings, seeds)
     sampler.drop_adapter()
     after = sampler.generate(ids, settings, seeds)
-    assert [c.logprobs for c in after] == [c.logprobs for c in before]
-    assert [c.logprobs for c in changed] != [c.logprobs for c in before]
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert logprobs(after) == pytest.approx(logprobs(before), abs=1e-4)
+    assert logprobs(changed) != pytest.approx(logprobs(before), abs=1e-2)
