@@ -132,6 +132,7 @@ def arguments(
     if max_lora_rank:
         rank = _supported_rank(max_lora_rank)
         chosen |= {"max_lora_rank": rank, "max_loras": 1, "lora_dtype": precision.sampler_adapters}
+        chosen |= _adapted_layers(path)
     if cuda and start == "fast":
         chosen["compilation_config"] = _decode_graphs(max_num_seqs)
     chosen |= _kv_cache(path, precision, max_seq_length, max_num_seqs, gpu_memory_utilization, cuda)
@@ -159,9 +160,8 @@ def _kv_cache(path, precision, max_seq_length, max_num_seqs, utilization, cuda):
     A colocated sampler never has more than `max_num_seqs` sequences; what it does not take is left to the trainer.
     """
     import psutil
-    from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path).get_text_config()
+    config = _text_config(path)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * precision.kv_cache.itemsize
     wanted = per_token * (max_seq_length + 256) * (max_num_seqs + 1)
@@ -172,12 +172,44 @@ def _kv_cache(path, precision, max_seq_length, max_num_seqs, utilization, cuda):
     return {"kv_cache_memory_bytes": wanted} if wanted < room else {}
 
 
-def _weight_bytes(config, precision):
+def _text_config(path):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path).get_text_config()
+
+
+def _skeleton(config):
+    """The model without weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(p.numel() for p in model.parameters()) * precision.base_weights.itemsize
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _weight_bytes(config, precision):
+    return sum(p.numel() for p in _skeleton(config).parameters()) * precision.base_weights.itemsize
+
+
+def linear_layers(model) -> set[str]:
+    """Last names of the layers that an adapter may change: every linear one but the output layer."""
+    head = model.get_output_embeddings()
+    named = model.named_modules()
+    return {
+        name.rpartition(".")[2] for name, module in named if isinstance(module, torch.nn.Linear) and module is not head
+    }
+
+
+def _adapted_layers(path):
+    """Keep vLLM from adapters on embedding and output layer, where it can be told.
+
+    It would multiply by zeros over the whole vocabulary at each step, and refuses a tied vocabulary that is smaller
+    than the hidden size.
+    """
+    from vllm import EngineArgs
+
+    if "lora_target_modules" not in EngineArgs.__dataclass_fields__:
+        return {}
+    return {"lora_target_modules": sorted(linear_layers(_skeleton(_text_config(path))))}
 
 
 def _supported_rank(rank):

@@ -75,8 +75,8 @@ def _can_fuse(layer) -> bool:
 
 
 def _block(output_slices) -> int:
-    """Columns a program computes: a power of two that divides every part, at most 128."""
-    return min(128, *(size & -size for size in output_slices))
+    """Columns a program computes: a power of two that divides every part, at most 64."""
+    return min(64, *(size & -size for size in output_slices))
 
 
 class FusedLayer:

@@ -323,14 +323,12 @@ def _check_adapter(loaded, model, r, target_modules, lora_dropout, bias):
         )
     if bias != "none":
         raise ArgumentError(f"bias is {bias!r}; expected 'none': vLLM's native adapters carry no bias.")
-    suffixes = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)
-    }
-    unknown = sorted(set(target_modules) - suffixes)
+    layers = engine.linear_layers(model)
+    unknown = sorted(set(target_modules) - layers)
     if unknown or not target_modules:
         raise ArgumentError(
-            f"target_modules {unknown or list(target_modules)} are not linear layers of this model, which has "
-            f"{', '.join(sorted(suffixes - {'lm_head'}))}."
+            f"target_modules {unknown or list(target_modules)} cannot carry an adapter here; the linear layers of this "
+            f"model that can are {', '.join(sorted(layers))}. (The sampler has none on the output layer.)"
         )
 
 

@@ -15,6 +15,7 @@ from kit.hardware import Hardware, check_dtype
 from kit.shapes import ModelShape
 
 GIB = 2**30
+SMALL_GIB = 2.0  # a smaller plan is shown in MiB
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 ADAPTER_ITEMSIZE = 4  # the contract: adapters, their gradients and Adam's moments are float32
 MAX_LORA_RANK = 512  # vLLM's largest (vllm.config.lora.MaxLoRARanks)
@@ -144,15 +145,19 @@ class Plan:
         return self.spare_gib >= 0 and self.sequences_in_flight >= 1
 
     def table(self) -> str:
-        """The plan as text: a line a part [GiB], the sum, and the card. Rounded so that the lines add up."""
+        """The plan as text: a line a part, the sum, and the card [GiB], each rounded so that the lines add up.
+
+        Below SMALL_GIB in all, parts and sum are in MiB: a bundled model's adapter would read as 0.000 GiB.
+        """
         s, lines, exact, shown = self.settings, [], 0.0, 0.0
+        unit, size, places = ("MiB", 2**20, 1) if self.total_gib < SMALL_GIB else ("GiB", GIB, 3)
         for part in self.parts:
-            exact += part.gib
-            gib = round(exact, 3) - shown
-            shown = round(exact, 3)
-            lines.append(f"  {part.name:<20}{gib:>9.3f}  {part.note}")
-        head = f"{s.model.name}, {s.dtype}, rank {s.rank}, {s.completions} completions of {s.length} tokens"
-        lines.append(f"  {'sum':<20}{shown:>9.3f}  GiB")
+            exact += part.bytes / size
+            amount = round(exact, places) - shown
+            shown = round(exact, places)
+            lines.append(f"  {part.name:<20}{amount:>9.{places}f}  {part.note}")
+        head = f"{s.model.name}, {s.dtype}, rank {s.rank}, {s.completions} completions of {s.length} tokens [{unit}]"
+        lines.append(f"  {'sum':<20}{shown:>9.{places}f}  {unit}")
         if self.memory_gib is not None:
             lines.append(f"  {s.hardware.name:<20}{self.memory_gib:>9.3f}  GiB, {self.verdict}")
         return "\n".join([head, *lines])
@@ -211,7 +216,7 @@ def plan_memory(settings: Settings) -> Plan:
     sampling = sampling_bytes(s)
     state = _EIGHT_BIT_STATE if s.eight_bit_optimizer else 2 * ADAPTER_ITEMSIZE
     kind = "4-bit" if s.load_in_4bit else s.dtype
-    count = f"{model.parameters / 1e9:.2f} billion x {kind}"
+    count = f"{_count(model.parameters)} x {kind}"
     layers = "checkpointed" if s.checkpointing else "all layers kept"
     once = "the trainer's own" if twice else "none: held once"
     tokens = s.micro_batch * s.length
@@ -221,7 +226,7 @@ def plan_memory(settings: Settings) -> Plan:
         Part("sampler adapter", adapter_slot_bytes(s), f"rank {s.rank}, {s.dtype}", "sampler"),
         Part("KV cache", _planned_kv_bytes(s), f"{model.kv_bytes_per_token(size)} bytes a token", "sampler"),
         Part("CUDA graphs", graph_bytes(s), f"{captured_graphs(s)} graphs, estimated", "sampler"),
-        Part("adapter", adapter * ADAPTER_ITEMSIZE, f"{adapter / 1e6:.2f} million x float32", "trainer"),
+        Part("adapter", adapter * ADAPTER_ITEMSIZE, f"{_count(adapter)} x float32", "trainer"),
         Part("gradients", adapter * ADAPTER_ITEMSIZE, "float32", "trainer"),
         Part("optimizer", int(adapter * state), "Adam, 8 bit" if s.eight_bit_optimizer else "Adam, float32", "trainer"),
         Part("activations", activation_bytes(s), f"{s.micro_batch} x {s.length} tokens, {layers}", "trainer"),
@@ -230,6 +235,10 @@ def plan_memory(settings: Settings) -> Plan:
         Part("reserve", reserve_bytes(s), "context, libraries, the allocator's gaps", "both"),
     )
     return Plan(s, parts)
+
+
+def _count(parameters):
+    return f"{parameters / 1e9:.2f} billion" if parameters >= 1e8 else f"{parameters / 1e6:.2f} million"
 
 
 def base_bytes(model: ModelShape, dtype: str, load_in_4bit: bool = False) -> int:
@@ -241,14 +250,10 @@ def base_bytes(model: ModelShape, dtype: str, load_in_4bit: bool = False) -> int
 
 
 def adapter_slot_bytes(settings: Settings) -> int:
-    """The buffers that vLLM stacks one adapter into [bytes]: seven projections, the embedding's and the head's.
-
-    vLLM allocates for every layer that could carry an adapter, so the last two count though the kit trains neither.
-    """
+    """The buffers that vLLM stacks one adapter into [bytes]: seven projections, whichever of them are trained."""
     if not settings.fast_inference:
         return 0
-    outer = 2 * settings.rank * (settings.model.hidden + settings.model.vocabulary)
-    return (settings.model.adapter_parameters(settings.rank) + outer) * ITEMSIZE[settings.dtype]
+    return settings.model.adapter_parameters(settings.rank) * ITEMSIZE[settings.dtype]
 
 
 def kv_bytes(settings: Settings, sequences: int) -> int:

@@ -89,7 +89,8 @@ def test_use_gradient_checkpointing_reaches_the_trainer(make_trainer, model, giv
         ({"r": 0}, "rank r is 0"),
         ({"r": 17}, "ranks 1 to 16.* max_lora_rank=17"),
         ({"target_modules": []}, "target_modules"),
-        ({"target_modules": ["q_proj", "W_pack"]}, "W_pack.* which has down_proj, gate_proj"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "lm_head.* none on the output layer"),
+        ({"target_modules": ["q_proj", "W_pack"]}, "W_pack.* that can are down_proj, gate_proj"),
     ],
 )
 def test_adapters_that_the_sampler_cannot_follow_are_refused(model, bad, named):

@@ -28,9 +28,9 @@ def test_the_kernel_adds_each_parts_product_and_leaves_other_rows_alone(slices, 
     y, low = both[:, :outputs].double(), both[:, outputs:].double().split(rank, dim=1)
     added = torch.cat([z @ part.double().T for z, part in zip(low, b.split(list(slices)), strict=True)], dim=1)
     expected = y + added * (indices[:tokens, None] >= 0)
-    found = add_low_rank(both, b, indices, slices)
+    found, eps = add_low_rank(both, b, indices, slices), torch.finfo(dtype).eps
     assert found.is_contiguous()
-    torch.testing.assert_close(found.double(), expected, rtol=torch.finfo(dtype).eps, atol=8 * torch.finfo(dtype).eps)
+    torch.testing.assert_close(found.double(), expected, rtol=4 * eps, atol=64 * eps)
 
 
 @pytest.fixture(scope="module", params=["float16", "bfloat16"])
