@@ -5,12 +5,15 @@ import sys
 from importlib import import_module
 
 from kit.errors import KitError
+from kit.quiet import keep_quiet
 
 # command -> (module with add_arguments(parser) and run(args), one line of help)
 COMMANDS = {
     "doctor": ("kit.doctor", "what this machine can do, and what would go wrong, before anything loads"),
     "plan": ("kit.plan", "memory by part for a model, a dtype and a card"),
-    "train": ("kit.training", "GRPO on the bundled task, sampled by vLLM, recorded"),
+    "train": ("kit.training", "GRPO on a task, sampled by vLLM, recorded"),
+    "evaluate": ("kit.task_evaluate", "accuracy at a task; of a run before and after, paired"),
+    "save": ("kit.saving", "a run's adapter or merged model as a folder that others can load"),
     "mismatch": ("kit.measure", "sampler against trainer on the same tokens, by dtype"),
     "experiment": ("kit.experiments", "questions of the literature, asked here; each leaves JSON and a figure"),
     "compare": ("kit.comparison", "runs side by side, and what their settings differ in"),
@@ -37,6 +40,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; returns its exit status: 0 fine, 1 a finding, 2 a bad request, 130 interrupted."""
     args = parse(arguments)
+    keep_quiet()
     try:
         return import_module(COMMANDS[args.command][0]).run(args)
     except KitError as error:

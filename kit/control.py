@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 POLL_S = 0.05
+IDLE, BUSY = ("ready", "ended", "failed"), ("running", "paused", "stopping")
 T = TypeVar("T")
 
 
@@ -73,13 +74,15 @@ class RunControl:
         control_panel(control, start=trainer.train)     # kit.widgets; or control.pause() and so on from other code
         result = control.result(trainer.train)          # runs it now, unless the start button has
 
-    `state` is "running", "paused" or "stopping".
+    `state` is "ready", "running", "paused", "stopping", "ended" or "failed"; the last two are known of a run that
+    `start` or `result` began. `error` is what a failed one raised.
     """
 
     def __init__(self):
-        self._lock, self._state = threading.Lock(), "running"
+        self._lock, self._state = threading.Lock(), "ready"
         self._listeners: list[Callable[[str], None]] = []
         self._future: Future | None = None
+        self.error: BaseException | None = None
 
     @property
     def state(self) -> str:
@@ -90,8 +93,8 @@ class RunControl:
         self._listeners.append(listener)
 
     def pause(self) -> None:
-        """Hold the run before its next step. Does nothing once it is stopping."""
-        self._change("paused", "running")
+        """Hold the run before its next step. Does nothing once it is stopping or over."""
+        self._change("paused", "ready", "running")
 
     def resume(self) -> None:
         """Go on after a pause."""
@@ -99,10 +102,11 @@ class RunControl:
 
     def stop(self) -> None:
         """End the run after this step; the trainer saves what it has. Also ends a pause."""
-        self._change("stopping", "running", "paused")
+        self._change("stopping", "ready", "running", "paused")
 
     def check(self) -> str:
         """ "run" or "stop"; blocks while paused. Called by the trainer after each step."""
+        self._change("running", *IDLE)
         serve_widgets()
         while self._state == "paused":
             time.sleep(POLL_S)
@@ -117,19 +121,40 @@ class RunControl:
         return self._future
 
     def result(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises: waits for it if it was started, else runs it here and now."""
+        """What `function` returns or raises: waits for it if it was started, else runs it here and now.
+
+        After a failure it can be asked again, and then runs `function` again.
+        """
         if self._future is None:
-            return function()
+            return self._observed(function)
         while not self._future.done():
             serve_widgets()
             time.sleep(POLL_S)
-        return self._future.result()
+        future = self._future
+        if future.exception() is not None:
+            self._future = None
+        return future.result()
 
     def _run(self, function: Callable[[], T]) -> None:
+        future = self._future
         try:
-            self._future.set_result(function())
+            future.set_result(self._observed(function))
         except BaseException as error:
-            self._future.set_exception(error)
+            future.set_exception(error)
+
+    def _observed(self, function: Callable[[], T]) -> T:
+        """Calls it; the state says that it runs, and how it ended."""
+        self.error = None
+        self._change("running", *IDLE)
+        serve_widgets()
+        try:
+            value = function()
+        except BaseException as error:
+            self.error = error
+            self._change("failed", *BUSY)
+            raise
+        self._change("ended", *BUSY)
+        return value
 
     def _change(self, new: str, *old: str) -> None:
         with self._lock:

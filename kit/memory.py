@@ -19,7 +19,7 @@ SMALL_GIB = 2.0  # a smaller plan is shown in MiB
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 ADAPTER_ITEMSIZE = 4  # the contract: adapters, their gradients and Adam's moments are float32
 MAX_LORA_RANK = 512  # vLLM's largest (vllm.config.lora.MaxLoRARanks)
-BLOCK = 16  # vLLM hands out KV cache in blocks of this many tokens
+BLOCK = {"cuda": 16, "cpu": 128}  # vLLM hands out KV cache in blocks of this many tokens
 
 # TRL 1.16 never holds the logits of all tokens: trl.kernels.chunked_logprob works on tiles of this size.
 TOKEN_CHUNK, VOCABULARY_CHUNK = 4096, 32768
@@ -256,10 +256,15 @@ def adapter_slot_bytes(settings: Settings) -> int:
     return settings.model.adapter_parameters(settings.rank) * ITEMSIZE[settings.dtype]
 
 
+def kv_tokens(length: int, sequences: int, kind: str) -> int:
+    """KV cache for `sequences` of `length` at once [tokens]: whole blocks, and one that is scheduled ahead, for each."""
+    return sequences * (-(-length // BLOCK[kind]) + 1) * BLOCK[kind]
+
+
 def kv_bytes(settings: Settings, sequences: int) -> int:
-    """KV cache of `sequences` completions of full length, in whole blocks [bytes]."""
-    tokens = -(-settings.length // BLOCK) * BLOCK
-    return sequences * tokens * settings.model.kv_bytes_per_token(ITEMSIZE[settings.dtype])
+    """KV cache of `sequences` completions of full length [bytes]."""
+    tokens = kv_tokens(settings.length, sequences, settings.hardware.kind)
+    return tokens * settings.model.kv_bytes_per_token(ITEMSIZE[settings.dtype])
 
 
 def _planned_kv_bytes(settings: Settings) -> int:

@@ -5,6 +5,7 @@ Nothing is lost where it matters: if the start fails, the error carries all that
 
 import contextlib
 import io
+import logging
 import os
 import sys
 import tempfile
@@ -13,14 +14,44 @@ from collections.abc import Iterator
 
 MOST = 20_000  # characters of it that an error carries
 
+# Said later, about what this kit does on purpose: a `rollout_func` is experimental (TRL 1.16, a variable), a process
+# group exists, which is the sampler's, a tracker gets no loss scale where nothing is scaled (transformers 5.17), and
+# Triton, which no CPU needs, is there only in part (vLLM 0.31, when TRL imports it).
+ON_PURPOSE = {
+    "vllm.triton_utils.importing": "Triton is installed",
+    "transformers.training_args": "process group is initialized",
+    "transformers.integrations.integration_utils": 'attempting to log a value of "None"',
+}
+
+
+def keep_quiet() -> None:
+    """For the rest of the process: no notices on what the kit does on purpose, and of vLLM errors alone.
+
+    To be called before TRL is imported, which may import vLLM. Variables that are set stay as they are.
+    """
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for name in ON_PURPOSE:
+        logging.getLogger(name).addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return ON_PURPOSE[record.name] not in str(record.msg)
+
+
+def say(text: str) -> None:
+    """One line on what is going on: on stderr, but in a notebook on stdout, because there stderr is red."""
+    print(text, file=sys.stdout if "ipykernel" in sys.modules else sys.stderr, flush=True)
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hold back stderr (Python's, and that of C++ code) and warnings; an error gets them as a note.
+    """Hold back stderr (Python's, and that of C++ code) and warnings; an error gets them as a note. Calls `keep_quiet`.
 
     Stdout has a file descriptor meanwhile: vLLM 0.31 redirects it as it starts, and that of a notebook may have none
     (ipykernel where it does not capture output by descriptor, under pytest for instance).
     """
+    keep_quiet()
     said = io.StringIO()
     with tempfile.TemporaryFile() as low_level:
         kept = os.dup(2)

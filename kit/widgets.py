@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 from kit.control import RunControl, serve_widgets
-from kit.live import LiveView
 from kit.records import Run
 from kit.summary import number
 
 __all__ = [
     "RunControl", "completion_browser", "completions_html", "completions_text", "control_panel", "dtype_choices",
-    "dtype_dropdown", "groups_of", "model_choices", "model_dropdown", "serve_widgets", "steps_of",
+    "dtype_dropdown", "groups_of", "model_choices", "model_dropdown", "number_dropdown", "run_list", "serve_widgets",
+    "steps_of",
 ]  # fmt: skip
 
 MODELS = {
@@ -73,6 +73,23 @@ def _dropdown(description: str, choices: list[tuple[str, str]], default: str) ->
         raise ValueError(f"{default!r} is no {description}; choose {', '.join(value for _, value in choices)}.")
     layout = {"width": "max-content", "min_width": "26em"}
     return _ipywidgets().Dropdown(options=choices, value=default, description=description, layout=layout)
+
+
+def number_dropdown(description: str, values: Sequence[float], default: float = 0) -> object:
+    """A dropdown over numbers, with 0 first: what suits the model. A default that is not among them is added."""
+    values = sorted({*values, *([default] if default else [])})
+    choices = [("suits the model", 0), *((f"{value:g}", value) for value in values)]
+    style = {"description_width": "max-content"}
+    return _ipywidgets().Dropdown(
+        options=choices, value=default, description=description, style=style, layout={"width": "max-content"}
+    )
+
+
+def run_list(names: Sequence[str], chosen: Sequence[str]) -> object:
+    """A list of runs of which any number can be chosen (with ctrl or shift); `.value` is a tuple of names."""
+    return _ipywidgets().SelectMultiple(
+        options=list(names), value=list(chosen), description="runs", rows=min(len(names), 8), layout={"width": "30em"}
+    )
 
 
 # ---- completions
@@ -183,42 +200,37 @@ def _one_line(text: str, length: int = 60) -> str:
 
 # ---- control
 
+STATES = {
+    "ready": "ready",
+    "running": "running",
+    "paused": "paused before the next step",
+    "stopping": "stopping after this step",
+    "ended": "ended",
+    "failed": "failed",
+}
 
-def control_panel(
-    control: RunControl, start: Callable[[], object] | None = None, view: LiveView | None = None
-) -> object:
+
+def control_panel(control: RunControl, start: Callable[[], object] | None = None) -> object:
     """Buttons for a run: pause or resume, stop and save; with `start`, one that starts it in the background.
 
-    A run that was started by the button has no cell to draw in: give its `view`, which is then shown above the buttons.
+    A run that was started by the button has no cell to draw in: call its view's `show` in the cell of the buttons.
     The buttons act between two steps. While a cell trains, they are served by `RunControl.check` (control.py).
     """
     widgets = _ipywidgets()
-    if view is not None:
-        view.show()
     begin = widgets.Button(description="Start", button_style="success", icon="play")
     pause = widgets.Button(description="Pause", icon="pause")
     stop = widgets.Button(description="Stop and save", button_style="warning", icon="stop")
-    label = widgets.Label("ready")
+    label = widgets.Label()
 
     def show(state: str) -> None:
         pause.description, pause.icon = ("Resume", "play") if state == "paused" else ("Pause", "pause")
-        pause.disabled = stop.disabled = state == "stopping"
-        label.value = {
-            "running": "running",
-            "paused": "paused before the next step",
-            "stopping": "stopping after this step",
-        }[state]
+        pause.disabled = stop.disabled = state in ("stopping", "ended", "failed")
+        begin.disabled = state not in ("ready", "failed")
+        label.value = STATES[state] + (f": {control.error}" if state == "failed" else "")
 
-    def started(_: object) -> None:
-        begin.disabled, label.value = True, "running"
-        control.start(start).add_done_callback(ended)
-
-    def ended(future: object) -> None:
-        label.value = f"failed: {future.exception()}" if future.exception() else "ended"
-        pause.disabled = stop.disabled = True
-
-    begin.on_click(started)
+    begin.on_click(lambda _: control.start(start))
     pause.on_click(lambda _: control.resume() if control.state == "paused" else control.pause())
     stop.on_click(lambda _: control.stop())
     control.listen(show)
+    show(control.state)
     return widgets.HBox([*([begin] if start else []), pause, stop, label])

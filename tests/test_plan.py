@@ -17,7 +17,7 @@ from kit.cards import CARDS, Hardware, lookup
 from kit.cli import main
 from kit.errors import ArgumentError
 from kit.hardware import UnsupportedDtype, dtypes_of
-from kit.memory import BLOCK, GIB, ITEMSIZE, MAX_LORA_RANK, TOKEN_CHUNK, VOCABULARY_CHUNK, Plan, Settings, plan_memory
+from kit.memory import GIB, ITEMSIZE, MAX_LORA_RANK, TOKEN_CHUNK, VOCABULARY_CHUNK, Plan, Settings, plan_memory
 from kit.plan import DoesNotFit, changes, check_arguments, largest_micro_batch, plan_figure
 from kit.shapes import KNOWN, PROJECTIONS, ModelShape, UnknownModel, from_config, shape_of
 
@@ -246,12 +246,23 @@ def test_parts_add_up_on_every_card_and_the_table_shows_it(card, name):
         assert plan.fits == (card.memory_gib is None or card.memory_gib >= plan.total_gib)
 
 
+def test_a_small_plan_is_in_mib_and_still_adds_up():
+    plan = plan_memory(settings(shape_of("tiny"), CPU, "float16", shared=False, length=128, micro_batch=64))
+    rows = re.findall(r"^  (.+?) +(\d+\.\d)  ", plan.table(), re.MULTILINE)
+    shown = {row: float(mib) for row, mib in rows}
+    assert "[MiB]" in plan.table().splitlines()[0] and plan.table().endswith("  MiB")
+    assert shown["base weights"] == pytest.approx(plan.part("base weights").bytes / 2**20, abs=0.06)
+    assert shown["base weights"] > 1 and shown["adapter"] > 0
+    assert sum(shown[part.name] for part in plan.parts) == pytest.approx(shown["sum"], abs=1e-9)
+    assert "million x" in plan.table() and "billion" not in plan.table()
+
+
 def test_the_named_job_on_a_t4_fits_shared_and_not_copied():
     shared, copied = plan_memory(settings()), plan_memory(settings(shared=False))
     assert shared.fits
     assert not copied.fits
     assert copied.total - shared.total == QWEN3_4B.parameters * 2
-    assert shared.part("KV cache").bytes == 8 * 1024 * 147456
+    assert shared.part("KV cache").bytes == 8 * (1024 + 16) * 147456
     assert "does not fit" in copied.table()
 
 
@@ -291,7 +302,7 @@ def test_dtypes_and_quantisation_by_their_bytes():
 def test_sequences_in_flight_fill_the_kv_cache_and_no_more():
     plan = plan_memory(settings(length=1000, group=8))
     assert plan.sequences_in_flight == 8
-    a_sequence = -(-1000 // BLOCK) * BLOCK * 147456
+    a_sequence = 1024 * 147456  # 63 blocks of 16, and one scheduled ahead
     most = plan.sequences_at_most
     assert most * a_sequence <= plan.part("KV cache").bytes + plan.spare_gib * GIB < (most + 1) * a_sequence
     filled = plan_memory(replace(plan.settings, gpu_memory_utilization=plan.gpu_memory_utilization))

@@ -1,6 +1,7 @@
 """Nothing of what libraries say reaches the reader, unless the start fails."""
 
 import io
+import logging
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import warnings
 
 import pytest
 
-from kit.quiet import quiet
+from kit.quiet import keep_quiet, quiet, say
 
 
 def test_all_three_ways_of_writing_to_stderr_are_held_back(capfd):
@@ -54,3 +55,39 @@ def test_a_stdout_without_descriptor_has_one_meanwhile(monkeypatch):
         assert sys.stdout.fileno() == 1
     with pytest.raises(io.UnsupportedOperation):
         sys.stdout.fileno()
+
+
+def test_what_the_kit_does_on_purpose_is_not_announced_and_all_else_is(monkeypatch):
+    monkeypatch.delenv("TRL_EXPERIMENTAL_SILENCE", raising=False)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # somebody wants to know
+    keep_quiet()
+    logger, said = logging.getLogger("transformers.training_args"), io.StringIO()
+    handler = logging.StreamHandler(said)
+    logger.addHandler(handler)
+    logger.warning("torch.distributed process group is initialized, but parallel_mode != ParallelMode.DISTRIBUTED.")
+    logger.warning("something else")
+    logger.removeHandler(handler)
+    assert said.getvalue() == "something else\n"
+    assert os.environ["TRL_EXPERIMENTAL_SILENCE"] == "1" and os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+
+
+def test_making_a_trainer_says_nothing_on_stderr():
+    """Where a process group exists, as it does once a CPU engine runs: transformers would say so, in red."""
+    code = (
+        "from kit.quiet import keep_quiet; keep_quiet(); import tempfile, torch.distributed as d\n"
+        "d.init_process_group('gloo', init_method='file://' + tempfile.mktemp(), rank=0, world_size=1)\n"
+        "from kit import GRPOConfig; GRPOConfig(output_dir=tempfile.mkdtemp()).device; print(d.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+@pytest.mark.parametrize(("notebook", "stream"), [(False, "err"), (True, "out")])
+def test_a_line_is_not_red_in_a_notebook(capsys, monkeypatch, notebook, stream):
+    if notebook:
+        monkeypatch.setitem(sys.modules, "ipykernel", sys)
+    else:
+        monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    say("Starting")
+    printed = capsys.readouterr()._asdict()
+    assert printed.pop(stream) == "Starting\n" and list(printed.values()) == [""]

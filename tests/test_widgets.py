@@ -138,7 +138,7 @@ def test_a_run_pauses_resumes_and_stops():
     assert control.check() == "stop"
     control.pause()  # too late
     assert control.check() == "stop"
-    assert states == ["paused", "running", "paused", "stopping"]
+    assert states == ["running", "paused", "running", "paused", "stopping"]
 
 
 def test_result_runs_here_unless_the_button_has():
@@ -150,10 +150,43 @@ def test_result_runs_here_unless_the_button_has():
     assert control.result(lambda: 4) == 2
     assert where[0] is threading.main_thread()
     assert where[1] is not threading.main_thread()
-    failing = RunControl()
-    failing.start(lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        failing.result(lambda: 5)
+
+
+def test_a_failed_run_is_said_and_the_cell_can_be_run_again():
+    for begin in (lambda control: control.start(lambda: 1 // 0), lambda control: None):
+        control = RunControl()
+        begin(control)
+        with pytest.raises(ZeroDivisionError):
+            control.result(lambda: 1 // 0)
+        assert control.state == "failed" and isinstance(control.error, ZeroDivisionError)
+        assert control.result(lambda: 5) == 5
+        assert (control.state, control.error) == ("ended", None)
+
+
+def test_a_run_stopped_before_is_not_stopped_again():
+    control = RunControl()
+
+    def train():
+        for step in range(1, 100):
+            if step == 3:
+                control.stop()
+            if control.check() == "stop":
+                return step
+
+    assert (control.result(train), control.state) == (3, "ended")
+    assert (control.result(train), control.state) == (3, "ended")
+
+
+def test_the_label_follows_a_run_in_a_cell():
+    control, seen = RunControl(), []
+    label = control_panel(control).children[-1]
+    assert label.value == "ready"
+    label.observe(lambda change: seen.append(change["new"]), "value")
+    control.result(control.check)
+    assert seen == ["running", "ended"]
+    with pytest.raises(RuntimeError):
+        control.result(lambda: exec("raise RuntimeError('no disk')"))
+    assert seen[2:] == ["running", "failed: no disk"]
 
 
 def test_the_panels_buttons_set_the_flags():
@@ -173,7 +206,7 @@ def test_the_start_button_runs_in_the_background_and_shows_a_failure():
     start.click()
     with pytest.raises(ZeroDivisionError):
         control.result(lambda: None)
-    assert (start.disabled, label.value) == (True, "failed: integer division or modulo by zero")
+    assert (start.disabled, label.value) == (False, "failed: integer division or modulo by zero")
 
 
 def test_outside_a_kernel_there_is_nothing_to_serve():
