@@ -9,6 +9,7 @@ import torch
 from kit import hardware
 from kit.errors import ArgumentError, KitError
 from kit.fused_adapter import fused_adapters
+from kit.memory import kv_tokens
 from kit.precision import Precision
 from kit.quiet import quiet
 
@@ -164,7 +165,7 @@ def _kv_cache(path, precision, max_seq_length, max_num_seqs, utilization, cuda):
     config = _text_config(path)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * precision.kv_cache.itemsize
-    wanted = per_token * (max_seq_length + 256) * (max_num_seqs + 1)
+    wanted = per_token * kv_tokens(max_seq_length, max_num_seqs, "cuda" if cuda else "cpu")
     if not cuda:
         return {"kv_cache_memory_bytes": int(min(wanted, utilization * psutil.virtual_memory().available))}
     weights = _weight_bytes(config, precision)

@@ -27,13 +27,21 @@ def wait_for_gpu() -> None:
 
 
 def memory() -> dict:
-    """Peak of the allocator and memory in use on the card (of the process, in a dry run) [GiB]."""
+    """Peaks of the allocator, and memory in use on the card (of the process, in a dry run) [GiB].
+
+    `outside_gib` is what the card holds besides the allocator's: context and libraries (and other processes).
+    """
     import torch
 
     from kit.process_memory import used_memory_gib
 
-    peak = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    return {"peak_allocated_gib": peak, "used_gib": used_memory_gib()}
+    if not torch.cuda.is_available():
+        return {"used_gib": used_memory_gib()}
+    return {
+        "peak_allocated_gib": torch.cuda.max_memory_allocated() / 2**30, "used_gib": used_memory_gib(),
+        "peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "outside_gib": used_memory_gib() - torch.cuda.memory_reserved() / 2**30,
+    }  # fmt: skip
 
 
 def spread(values: list[float]) -> dict:
