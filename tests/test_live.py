@@ -14,7 +14,7 @@ import nbclient
 import nbformat
 import pytest
 
-from kit import live
+from kit import cli, live
 from kit.live import LiveView, RecordTail, follow, progress_line
 from kit.painter import Painter, PainterError, paint
 from kit.records import Run, RunWriter
@@ -57,8 +57,7 @@ class Watching(nbclient.NotebookClient):
         return super().process_message(message, cell, index)
 
 
-@pytest.fixture(scope="module")
-def executed():
+def show_a_run(kernel_name: str = "python3"):
     """A notebook that shows a run of 25 steps, 0.1 s each: its cells, the published messages, what the view counted."""
     cells = [
         "import json, time\nfrom kit.live import LiveView\nview = LiveView()\ninfo = {'name': 'demo', 'precision': "
@@ -69,10 +68,16 @@ def executed():
         "view.slowest_step_s, view.problem]))",
     ]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client = Watching(notebook, timeout=120, resources={"metadata": {"path": str(ROOT)}})
+    where = {"metadata": {"path": str(ROOT)}}
+    client = Watching(notebook, timeout=120, kernel_name=kernel_name, resources=where)
     client.seen = []
     client.execute()
     return notebook.cells, client.seen, json.loads(notebook.cells[2].outputs[0]["text"])
+
+
+@pytest.fixture(scope="module")
+def executed():
+    return show_a_run()
 
 
 def test_two_outputs_are_updated_in_place(executed):
@@ -216,6 +221,20 @@ def test_outside_a_notebook_a_step_is_a_line_on_stderr(capsys):
     assert (view.frames, view._painter._process) == (0, None)
 
 
+def test_on_a_terminal_a_bar_stays_under_the_lines_and_goes_with_the_run():
+    code = ("from kit.live import LiveView\nwith LiveView() as view:\n    view.begin({}, total=4)\n"
+            "    view({'step': 1})\n    view({'step': 2})\n")  # fmt: skip
+    terminal, end = os.openpty()
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=end, check=True)
+    os.close(end)
+    said = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    clear = live.CLEAR_LINE
+    assert said.replace("\r\n", "\n") == (
+        f"{clear}step 1/4\n{'#' * 10}{'.' * 30}  1/4 (25%){clear}step 2/4\n{'#' * 20}{'.' * 20}  2/4 (50%){clear}"
+    )
+
+
 def test_a_line_does_without_what_is_missing():
     assert progress_line([{"step": 5}]) == "step 5"
     assert progress_line([{"step": 5, "kl": None, "time/step": 90.0}], 1000) == "step 5/1000  90 s a step  24.9 h left"
@@ -263,6 +282,12 @@ def test_watch_prints_records_and_saves_the_figure(tmp_path):
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
+def test_watch_of_an_unknown_run_names_those_there_are(tmp_path, capsys):
+    RunWriter.create(tmp_path / "a", {}).close()
+    assert cli.main(["watch", str(tmp_path / "b")]) == 2
+    assert f"error: There is no run at {tmp_path / 'b'}. Runs in {tmp_path}: a." in capsys.readouterr().err
+
+
 def test_a_tail_waits_for_whole_lines_and_notices_a_resume(tmp_path):
     with RunWriter.create(tmp_path / "a", {}) as writer:
         tail = RecordTail(tmp_path / "a")
@@ -278,6 +303,15 @@ def test_a_tail_waits_for_whole_lines_and_notices_a_resume(tmp_path):
         restarted, records = tail.poll()
         assert restarted
         assert [(record["step"], record["kl"]) for record in records] == [(1, None), (2, 0.5)]
+
+
+def test_a_broken_line_does_not_end_the_watch(tmp_path):
+    with RunWriter.create(tmp_path / "a", {}) as writer:
+        writer.write({"step": 1})
+        with open(tmp_path / "a" / "records.jsonl", "ab") as file:
+            file.write(b'\x00\x00{"step": 2\n["no record"]\n')  # what a power cut leaves
+        writer.write({"step": 3})
+        assert [record["step"] for record in RecordTail(tmp_path / "a").poll()[1]] == [1, 3]
 
 
 def test_a_resumed_run_continues_in_the_view(tmp_path, capsys, monkeypatch):

@@ -275,7 +275,7 @@ def test_buttons_work_while_a_cell_trains(kernel):
 
 def test_a_run_from_the_start_button_leaves_the_kernel_free(kernel):
     setup = kernel.execute(
-        "control, seen = RunControl(), []\n"
+        "import json, time\nfrom kit.widgets import RunControl, control_panel\ncontrol, seen = RunControl(), []\n"
         "def train():\n    while control.check() == 'run':\n        time.sleep(0.02); seen.append(1)\n"
         "    return 'saved'\n"
         "panel = control_panel(control, start=train)\nstart, pause, stop, label = panel.children\n"
