@@ -33,6 +33,7 @@ from kit.records import Run, RunWriter
 from kit.rewards import ACCURACY_REWARDS, checked_reward
 from kit.rollout import request_seed, rollout_output, sampling_settings
 from kit.scaling import attach_scaler, first_nonfinite_activation, first_nonfinite_gradient
+from kit.shortage import explained
 
 __all__ = ["GRPOConfig", "GRPOTrainer"]
 
@@ -126,7 +127,7 @@ class GRPOTrainer(trl.GRPOTrainer):
 
         Raises:
             kit.records.RunExists: the folder holds a run already, and this is no resume.
-            kit.probe.SyncError, kit.rewards.RewardError: see there.
+            kit.probe.SyncError, kit.rewards.RewardError, kit.shortage.OutOfMemory: see there.
         """
         from kit.audit import audit
 
@@ -148,6 +149,8 @@ class GRPOTrainer(trl.GRPOTrainer):
             except KeyboardInterrupt:
                 self.sampler.close()
                 raise
+            except torch.OutOfMemoryError as error:
+                raise explained(error, self) from error
             finally:
                 checkpoints.save_adapter(self.model, writer.adapter_dir)
 
