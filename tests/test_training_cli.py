@@ -1,15 +1,18 @@
 """`python -m kit train`: its options, and what it refuses before anything loads. Whole runs are in test_resume.py."""
 
+import json
 import signal
 from dataclasses import asdict, fields
 
 import pytest
-from engines import MODEL, kit_command, wait_for_steps
+from engines import MODEL, kit_command, wait_for_steps, with_adapter
 
 from kit.cli import main, parse
 from kit.errors import ArgumentError
 from kit.records import Run, RunWriter
-from kit.training import TrainSettings
+from kit.rewards import RewardError
+from kit.task_setup import prepare
+from kit.training import TrainSettings, _grpo, training_arguments
 
 
 def test_every_setting_is_an_option_of_its_type():
@@ -54,6 +57,13 @@ def test_impossible_settings_are_refused_by_name(bad):
         (["--problems", "1000000"], "cannot make a dataset of 1000000 problems"),
         (["--sync", "copied"], "sync is 'copied'"),
         (["--max-completion-length", "4000"], "positions end at 2048"),
+        (["--task", "none.jsonl"], "no file none.jsonl"),
+        (["--task", "reasoning-gym:chainsum"], "closest: chain_sum"),
+        (["--task", "reasoning-gym:chain_sum"], "Every prompt of reasoning-gym:chain_sum is longer"),
+        (["--rewards", "none.py:f"], "no reward module none.py"),
+        (["--tags", "a,b"], "four separated by commas"),
+        (["--stop", "[1]"], "a JSON list of texts"),
+        (["--problems", "4"], "a step needs 8 different ones (completions / group). Lower --completions to 32"),
     ],
 )
 def test_a_bad_request_is_status_2_one_line_and_no_folder(tmp_path, capsys, words, named):
@@ -88,6 +98,26 @@ def test_an_unknown_model_offline_is_said_in_one_line(tmp_path):
     assert "error: The model 'nobody/no-such-model' could not be had" in errors and "HF_HUB_OFFLINE" in errors
     assert "model_name='tiny'" in errors and "Traceback" not in errors
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.engine("float32")
+def test_what_a_reward_fails_on_is_named_and_kept(engines, tokenizer, tmp_path):
+    """In the second step: what was recorded until then stays."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "calls = []\ndef fails(completions, **columns):\n    calls.append(1)\n"
+        "    return [1 / (len(calls) == 1 or 'no such text' in text) for text in completions]\n"
+    )
+    settings = TrainSettings(dtype="float32", steps=3, completions=16, max_completion_length=24,
+                             rewards=f"answer,{file}:fails")  # fmt: skip
+    with pytest.raises(RewardError, match=r"'fails' raised ZeroDivisionError.*for completion 0.*failed_reward.json"):
+        _grpo(with_adapter(engines.model("float32")), tokenizer, settings, prepare(settings),
+              training_arguments(settings, tmp_path / "run"), {}, False, [].append, None)  # fmt: skip
+    run = Run.load(tmp_path / "run")
+    assert run.status == "failed" and run.column("step") == [1]
+    kept = json.loads((tmp_path / "run" / "failed_reward.json").read_text())
+    assert kept["reward"] == "fails" and kept["index"] == 0
+    assert len(kept["prompts"]) == len(kept["completions"]) == 16
 
 
 @pytest.mark.engine
