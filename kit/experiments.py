@@ -16,7 +16,9 @@ from pathlib import Path
 from kit.durable import replace_file
 
 # experiment -> (its module, one line of help)
-EXPERIMENTS: dict[str, tuple[str, str]] = {}
+EXPERIMENTS: dict[str, tuple[str, str]] = {
+    "length": ("kit.length", "does the mismatch of a completion walk or drift with its length"),
+}
 SHARED = ("command", "experiment", "json", "out")  # not settings of the experiment itself
 
 

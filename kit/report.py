@@ -1,13 +1,18 @@
-"""One run as a few final figures, in words, and as pictures. `python -m kit report runs/NAME`.
+"""One run as a few final figures, in words, and as pictures: `python -m kit report runs/NAME`.
+
+`python -m kit report --out card.json` is about the machine instead: a report card (`kit.report_cards`).
 
 `final_figures` is what `kit.comparison` and `kit.demo` print too, so that a number means the same everywhere.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
+import sys
 from pathlib import Path
 
+from kit.errors import ArgumentError
 from kit.records import Run
 from kit.summary import dtype_of, finite, skipped_steps, summary_text
 
@@ -82,12 +87,25 @@ def save_figures(run: Run) -> list[Path]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m kit report`."""
-    parser.add_argument("run", help="the run's folder, for example runs/NAME")
-    parser.add_argument("--json", action="store_true", help="print the final figures and the files as JSON")
+    parser.add_argument("run", nargs="?", help="a run's folder (runs/NAME), or a report card's file to check and show")
+    parser.add_argument(
+        "--json", action="store_true", help="print the final figures and the files, or the card, as JSON"
+    )
+    card = parser.add_argument_group("a report card of this machine: the mismatch by dtype and by length")
+    card.add_argument("--out", metavar="CARD.json", help="measure, and write the card there")
+    card.add_argument("--model", default="tiny", help="tiny, a folder, or a name on the hub")
+    card.add_argument("--dtypes", help="comma-separated; default: all that this device has")
+    card.add_argument("--sequences", type=int, help="completions in each dtype; default 64")
+    card.add_argument("--tokens", type=int, help="length of each; default 1024 on a CPU, 2048 on a GPU")
+    card.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """`python -m kit report`: words to the terminal, figures to the run's folder."""
+    """`python -m kit report`: a run in words and figures, or a report card."""
+    if bool(args.run) == bool(args.out):
+        raise ArgumentError("Give either a run's folder (runs/NAME), or --out card.json for a report card.")
+    if args.out or args.run.endswith(".json"):
+        return _card(args)
     loaded = Run.load(args.run)
     files = save_figures(loaded)
     if args.json:
@@ -96,4 +114,19 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(summary_text(loaded))
         print(*(f"Figure: {path}" for path in files), sep="\n")
+    return 0
+
+
+def _card(args):
+    """Measure a card and write it, or read one; print it."""
+    from kit.report_cards import card_text, make_card, read_card, write_card
+
+    if args.out:
+        dtypes = [name.strip() for name in (args.dtypes or "").split(",") if name.strip()]
+        with contextlib.redirect_stdout(sys.stderr):  # notes on the way; standard output has the result alone
+            card = make_card(args.model, dtypes, args.sequences, args.tokens, args.seed)
+            print(f"Card: {write_card(card, args.out)}")
+    else:
+        card = read_card(args.run)
+    print(json.dumps(card, indent=2) if args.json else card_text(card))
     return 0
