@@ -25,10 +25,12 @@ ON_PURPOSE = {
 
 
 def keep_quiet() -> None:
-    """For the rest of the process: no notices on what the kit does on purpose, and of vLLM errors alone.
+    """For the rest of the process: no notices on what the kit does on purpose, of vLLM errors alone, and a progress bar
+    only for what takes longer than three seconds.
 
-    To be called before TRL is imported, which may import vLLM. Variables that are set stay as they are.
+    To be called before TRL is imported, which may import vLLM, and tqdm. Variables that are set stay as they are.
     """
+    os.environ.setdefault("TQDM_DELAY", "3")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     for name in ON_PURPOSE:

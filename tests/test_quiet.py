@@ -82,6 +82,13 @@ def test_making_a_trainer_says_nothing_on_stderr():
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
+def test_a_bar_is_for_what_takes_long():
+    code = "from kit.quiet import keep_quiet; keep_quiet(); from tqdm import tqdm\n"
+    code += "list(tqdm(range(3))); print(tqdm(range(3)).delay)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("3.0\n", "")
+
+
 @pytest.mark.parametrize(("notebook", "stream"), [(False, "err"), (True, "out")])
 def test_a_line_is_not_red_in_a_notebook(capsys, monkeypatch, notebook, stream):
     if notebook:
