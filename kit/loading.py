@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from kit import engine
+from kit import engine, four_bit
 from kit.errors import ArgumentError, KitError
-from kit.precision import Precision, PrecisionError
+from kit.precision import Precision
 
 TINY = Path(__file__).parent / "models" / "tiny"
 
@@ -91,10 +91,12 @@ class FastLanguageModel:
         engine.check_start(start)
         precision = Precision.of(dtype)
         path = resolve(model_name)
-        _check_four_bit(load_in_4bit, precision)
+        four_bit.check_four_bit(load_in_4bit, fast_inference)
         tokenizer = _load_tokenizer(path)
         _check_context(path, max_seq_length)
-        _check_memory(path, precision, max_seq_length, max_lora_rank, gpu_memory_utilization, fast_inference)
+        _check_memory(
+            path, precision, max_seq_length, max_lora_rank, gpu_memory_utilization, fast_inference, load_in_4bit
+        )
         freed = close_current()  # only now: a call that cannot work leaves the previous model as it is
         if freed:
             print(f"Closed the previous sampler; {freed:.2f} GiB came back.")
@@ -110,13 +112,16 @@ class FastLanguageModel:
                 max_num_seqs=max_num_seqs,
                 start=start,
                 seed=random_state,
-                engine_arguments=vllm_arguments,
+                engine_arguments=(four_bit.engine_arguments() if load_in_4bit else {}) | (vllm_arguments or {}),
             )
             _current.append(sampler)
-        if fast_inference:
+        if fast_inference and not load_in_4bit:
             model, weights = _shared_or_copy(path, precision, sampler)
         else:
-            model, weights = _load_trainer_model(path, precision), "one copy, the sampler uses the trainer's"
+            load = four_bit.trainer_model if load_in_4bit else _load_trainer_model
+            model, weights = load(path, precision), "a second copy, in 4 bits like the first"
+        if not fast_inference:
+            weights = "one copy, the sampler uses the trainer's"
             from kit.transformers_sampler import TransformersSampler
 
             sampler = TransformersSampler(model, tokenizer, precision, max_seq_length=max_seq_length)
@@ -240,7 +245,7 @@ def _check_context(path, max_seq_length):
         )
 
 
-def _check_memory(path, precision, max_seq_length, max_lora_rank, gpu_memory_utilization, fast_inference):
+def _check_memory(path, precision, max_seq_length, max_lora_rank, gpu_memory_utilization, fast_inference, four_bit):
     """Refuse what cannot fit before anything loads; a family that the planner does not know is tried as it is."""
     from kit import hardware
     from kit.plan import check_arguments
@@ -251,25 +256,11 @@ def _check_memory(path, precision, max_seq_length, max_lora_rank, gpu_memory_uti
         found = replace(found, free_gib=None)
     try:
         check_arguments(
-            path, max_seq_length, max(1, max_lora_rank), gpu_memory_utilization, False, found,
+            path, max_seq_length, max(1, max_lora_rank), gpu_memory_utilization, four_bit, found,
             dtype=precision.name, fast_inference=fast_inference,
         )  # fmt: skip
     except UnknownModel as unknown:
         print(f"No memory plan: {unknown}")
-
-
-def _check_four_bit(load_in_4bit, precision):
-    if not load_in_4bit:
-        return
-    if not torch.cuda.is_available():
-        raise PrecisionError(
-            "load_in_4bit=True needs a CUDA GPU: bitsandbytes' 4-bit kernels, which both vLLM and the trainer would "
-            "use, have no CPU path in vLLM. Load with load_in_4bit=False."
-        )
-    raise PrecisionError(
-        f"load_in_4bit=True is not offered yet: trainer and sampler would have to dequantise to {precision.name} in "
-        f"the same way, and that agreement is not verified. Load with load_in_4bit=False."
-    )
 
 
 def _load_tokenizer(path):

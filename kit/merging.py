@@ -10,12 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
+from kit.errors import ArgumentError
+
 
 def merged_weights(model) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, weight) of the base model with the adapter merged into it, as TRL 1.16 hands them to vLLM.
 
     The adapter is merged in place while the iterator runs and taken out again at its end, with the rounding of both.
     """
+    if getattr(model, "is_loaded_in_4bit", False):
+        raise ArgumentError("4-bit base weights cannot be merged and pushed: the sum would be quantised again.")
     model.merge_adapter()
     try:
         for name, parameter in model.named_parameters():

@@ -83,3 +83,21 @@ def test_memory_comes_back():
         close_current()
         used.append(used_memory_gib())
     assert max(used) - min(used) < 0.3
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_four_bit_weights_agree_in_the_contracts_dtype(dtype):
+    """In vLLM's own bfloat16 arithmetic the float16 contract would be off by its factor of eight."""
+    pytest.importorskip("bitsandbytes")
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        "tiny", dtype=dtype, max_seq_length=128, max_lora_rank=16, gpu_memory_utilization=0.2, load_in_4bit=True
+    )
+    stored = {p.dtype for p in model.parameters()}
+    assert stored == {torch.uint8, getattr(torch, dtype)}
+    sampler, ids = model.kit.sampler, tokenizer([PROMPT] * 8).input_ids
+    policy = with_adapter(model, spread=0.1)
+    sampler.load_adapter(policy)
+    completion = sampler.generate(ids, SETTINGS, list(range(8)))[0]
+    found = disagreement(policy, sampler, [*ids[0], *completion.token_ids], model.kit.precision)
+    assert 0 < found < 4 * model.kit.precision.unit_roundoff
+    close_current()

@@ -2,7 +2,8 @@
 
 Parts: `numerics` (mismatch by dtype and length, real weights), `step` (GRPO step of the kit or of TRL's colocate mode),
 `cap` (the kit's step on a card where only so much memory is free),
-`sampler` (tokens a second with and without an adapter), `weights` (a random model of a known shape, for the other two).
+`sampler` (tokens a second with and without an adapter, or by transformers), `reload` (memory that comes back),
+`weights` (a random model of a known shape, for the other two).
 Every file holds hardware, versions and settings beside the figures.
 """
 
@@ -248,6 +249,7 @@ def sampler(args) -> dict:
     model, tokenizer = FastLanguageModel.from_pretrained(
         args.model, max_seq_length=args.length + 64, dtype=args.dtype, max_lora_rank=32 if args.adapter else 0,
         max_num_seqs=max(sizes), gpu_memory_utilization=args.utilization, start=args.start,
+        fast_inference=args.sampler == "vllm",
     )  # fmt: skip
     engine = model.kit.sampler
     if args.adapter:
@@ -272,14 +274,37 @@ def sampler(args) -> dict:
             timings["seeded" if seeded else "unseeded"] = size * args.length / statistics.median(seconds)
         rates[size] = timings
     return {
-        "adapter": args.adapter, "start": args.start, "dtype": args.dtype, "engine_seconds": engine.start_seconds,
-        "dual_stream": os.environ.get("VLLM_LORA_ENABLE_DUAL_STREAM", "0"), "tokens_per_s": rates,
+        "adapter": args.adapter, "start": args.start, "dtype": args.dtype, "tokens_per_s": rates,
+        "engine_seconds": getattr(engine, "start_seconds", None),
+        "fused": os.environ.get("KIT_FUSED_ADAPTERS", "1") == "1",
     }  # fmt: skip
+
+
+def reload(args) -> dict:
+    """Memory in use on the card after loading, sampling and closing, in one dtype after the other [GiB]."""
+    import torch
+
+    from kit.loading import FastLanguageModel, close_current
+    from kit.process_memory import used_memory_gib
+    from kit.sampler import SamplingSettings
+
+    torch.zeros(1, device="cuda")
+    used = [used_memory_gib()]
+    for dtype in args.dtypes.split(","):
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            args.model, max_seq_length=args.length + 64, dtype=dtype, gpu_memory_utilization=args.utilization
+        )
+        model.kit.sampler.generate(tokenizer(["What is 2+3? "] * 8).input_ids, SamplingSettings(64, ignore_eos=True))
+        loaded = used_memory_gib()
+        del model
+        close_current()
+        used += [loaded, used_memory_gib()]
+    return {"dtypes": args.dtypes, "used_gib": used}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["weights", "numerics", "step", "cap", "sampler"])
+    parser.add_argument("part", choices=["weights", "numerics", "step", "cap", "sampler", "reload"])
     parser.add_argument("--out", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokenizer")
@@ -296,6 +321,7 @@ def main() -> None:
     parser.add_argument("--utilization", type=float, default=0.25)
     parser.add_argument("--start", default="fast")
     parser.add_argument("--adapter", action="store_true")
+    parser.add_argument("--sampler", choices=["vllm", "transformers"], default="vllm")
     parser.add_argument("--batches", default="32,256")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--run-dir", default="runs/benchmark")
