@@ -16,8 +16,8 @@ from kit.records import Run, free_path
 
 IMAGES = Path(__file__).parents[1] / "notebooks" / "images"
 TARGET = IMAGES / "training.png"
-NOTEBOOK, CHART = "03_fp16_vs_bf16.ipynb", "LiveView(compare="
-WINDOW = (1180, 1010)  # pixels: the second arm's cell and most of what is said under it
+NOTEBOOK, SHOWN = "03_fp16_vs_bf16.ipynb", "## 9. Any runs"
+WINDOW = (1180, 1085)  # pixels: that section as far as the chart
 
 
 def make_arms(steps: int, root: str | Path = "runs/pictures") -> list[Run]:
@@ -50,13 +50,13 @@ def photograph(steps: int, folder: Path) -> tuple[list[Run], list[Path]]:
         notebook.finished()
         for theme, picture in zip(THEMES, pictures, strict=True):
             notebook.show(theme)
-            notebook.window(picture, notebook.index_of(CHART), WINDOW[1])
+            notebook.window(picture, notebook.index_of(SHOWN, "markdown"), WINDOW[1])
     return [Run.load(f"{out}-{dtype}") for dtype in ("float16", "bfloat16")], pictures
 
 
 def _report(notebook):
     """A line a step on stderr while the notebook runs."""
-    cells, told = [notebook.index_of("train_arm(arm_1"), notebook.index_of(CHART)], ""
+    cells, told = [notebook.index_of(f"train_arm(arm_{number}") for number in (1, 2)], ""
     while not notebook.has_ended():
         lines = [line for cell in cells for line in notebook.outputs(cell).splitlines() if line.startswith("step ")]
         if lines and lines[-1] != told:
