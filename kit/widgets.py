@@ -86,7 +86,11 @@ def number_dropdown(description: str, values: Sequence[float], default: float = 
 def run_list(names: Sequence[str], chosen: Sequence[str]) -> object:
     """A list of runs of which any number can be chosen (with ctrl or shift); `.value` is a tuple of names."""
     return _ipywidgets().SelectMultiple(
-        options=list(names), value=list(chosen), description="runs", rows=min(max(len(names), 3), 8), layout={"width": "30em"}
+        options=list(names),
+        value=list(chosen),
+        description="runs",
+        rows=min(max(len(names), 3), 8),
+        layout={"width": "30em"},
     )
 
 
