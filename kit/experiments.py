@@ -14,10 +14,13 @@ from importlib import import_module
 from pathlib import Path
 
 from kit.durable import replace_file
+from kit.errors import ArgumentError
 
 # experiment -> (its module, one line of help)
 EXPERIMENTS: dict[str, tuple[str, str]] = {
     "length": ("kit.length", "does the mismatch of a completion walk or drift with its length"),
+    "mantissa": ("kit.mantissa", "does the mismatch halve with each mantissa bit, in formats that no hardware has"),
+    "attribution": ("kit.attribution", "where the mismatch comes from: one thing changed at a time"),
 }
 SHARED = ("command", "experiment", "json", "out")  # not settings of the experiment itself
 
@@ -35,9 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`python -m kit experiment`: measure, write result and figure, print one of them."""
     module = import_module(EXPERIMENTS[args.experiment][0])
+    out = Path(args.out or f"runs/experiments/{args.experiment}")
+    if out.exists() and not out.is_dir():  # said before the minutes that measuring takes
+        raise ArgumentError(f"{out} is a file; expected a folder to write result.json and figure.png to.")
     with contextlib.redirect_stdout(sys.stderr):  # notes on the way; standard output has the result alone
         result = measured(module, args)
-        files = save(result, module.figure(result), args.out or f"runs/experiments/{args.experiment}")
+        files = save(result, module.figure(result), out)
     if args.json:
         print(json.dumps(result | files, indent=2))
     else:
@@ -61,7 +67,10 @@ def measured(module, args: argparse.Namespace) -> dict:
 def save(result: dict, figure, folder: str | Path) -> dict[str, str]:
     """Write `result.json` and `figure.png` into the folder, replacing those of an earlier call; returns their paths."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
-    figure.savefig(folder / "figure.png", dpi=150, facecolor=figure.get_facecolor())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "result.json", (json.dumps(result, indent=1) + "\n").encode())
+        figure.savefig(folder / "figure.png", dpi=150, facecolor=figure.get_facecolor())
+    except OSError as error:
+        raise ArgumentError(f"The result cannot be written to {folder}: {error}. Give another --out.") from error
     return {"result": str(folder / "result.json"), "figure": str(folder / "figure.png")}
