@@ -1,9 +1,14 @@
-"""After something went wrong in a run, the notebook goes on: the next run of the cell works, in the same kernel."""
+"""Notebooks that stay usable: without a front end, with another model, and after something went wrong in a run."""
 
+import os
 import resource
 import shutil
+import subprocess
+import sys
 import traceback
+from pathlib import Path
 
+import nbformat
 import pytest
 from engines import share_of_digits
 
@@ -13,6 +18,7 @@ from kit.records import Run, RunBusy, RunExists, RunWriter
 from kit.rewards import RewardError
 from kit.sampler import SamplingSettings
 
+ROOT = Path(__file__).parents[1]
 PROMPTS = ["Q: 12+34=?\nA: ", "Q: 56+78=?\nA: ", "Q: 90+12=?\nA: "]
 
 
@@ -96,6 +102,22 @@ def test_a_second_notebook_that_writes_the_run_is_refused(make_trainer):
         trainer.train()
     run = Run.load(trainer.run_dir)
     assert (run.status, run.info["steps"], run.records, trainer.seen) == ("finished", 7, [], [])
+
+
+@pytest.mark.notebook
+def test_jupyter_execute_runs_a_notebook_without_any_front_end(tmp_path):
+    shutil.copy(ROOT / "notebooks" / "03_fp16_vs_bf16.ipynb", tmp_path)
+    command = [sys.executable, "-m", "jupyter", "execute", "--inplace", str(tmp_path / "03_fp16_vs_bf16.ipynb")]
+    environment = os.environ | {"KIT_STEPS": "2", "KIT_OUT": str(tmp_path / "run")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    cells = nbformat.read(tmp_path / "03_fp16_vs_bf16.ipynb", as_version=4).cells
+    outputs = [output for cell in cells for output in cell.get("outputs", [])]
+    pictures = [output for output in outputs if "image/png" in output.get("data", {})]
+    assert len(pictures) == 3  # a chart an arm, and both over each other
+    assert all("run-float16: float16, 2 steps" in o["metadata"]["image/png"]["alt"] for o in pictures[:2])
+    assert any("The runs differ in dtype only." in output.get("text", "") for output in outputs)
+    assert [Run.load(tmp_path / f"run-{dtype}").status for dtype in ("float16", "bfloat16")] == ["finished"] * 2
 
 
 @pytest.mark.engine
