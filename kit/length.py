@@ -12,10 +12,10 @@ from kit.errors import ArgumentError
 from kit.growth import density, expected_abs, summary
 from kit.summary import number, plural
 
-# The bundled model's answer to a sum ends within this many tokens, and is almost certain. Sampled on beyond its end,
-# the model writes an even text of higher entropy; what adds up is counted from there, or the change of text would pass
-# for growth.
-ANSWER_TOKENS = 64
+# The bundled model's answer to a sum ends within half as many tokens, and is almost certain. Sampled on beyond its end,
+# the model settles into an even text of higher entropy; what adds up is counted from there, or the change of text would
+# pass for growth.
+ANSWER_TOKENS = 128
 SUBJECTS = ("fox", "ship", "king", "robot", "teacher", "farmer", "doctor", "river", "castle", "mountain")
 
 

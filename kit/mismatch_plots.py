@@ -1,7 +1,7 @@
-"""Figures of experiments: density and growth of the mismatch, report cards, the sanity test, corrections.
+"""Figures of the offline mismatch: its density, its growth with length, and report cards beside each other.
 
-Pure functions of results. What a figure shows, the `text` function of the same experiment (`kit.report_cards.card_text`
-for cards) says in words. Colours, lines and the light background are those of `kit.plots`.
+Pure functions of results. What they show, `kit.length.text` and `kit.report_cards.card_text` say in words. Colours,
+lines and the light background are those of `kit.plots`.
 """
 
 import math
@@ -18,7 +18,7 @@ from kit.growth import BINS, LOWEST_PROBABILITY, expected_abs
 from kit.plots import DTYPE_STYLE, FAINT, GRID, INK, PAPER, UNKNOWN_STYLE
 from kit.published import PUBLISHED, Published, published
 from kit.report_cards import title
-from kit.summary import number, smooth, smooth_log
+from kit.summary import number
 
 CARD_MARKERS = "osD^vP*X"  # of the cards, in their order
 
@@ -182,8 +182,13 @@ def _draw_published(axes, values: Sequence[Published]):
 # ---- report cards
 
 
-def cards_figure(cards: Sequence[dict], others: Sequence[Published] = PUBLISHED) -> Figure:
-    """Left: size of d by dtype, a marker a card, hollow diamonds for what others published. Right: KL by length."""
+def cards_figure(
+    cards: Sequence[dict], names: Sequence[str] | None = None, others: Sequence[Published] = PUBLISHED
+) -> Figure:
+    """Left: size of d by dtype, a marker a card, hollow diamonds for what others published. Right: KL by length.
+
+    names: what the legend calls the cards; default: machine and model.
+    """
     figure = new_figure(10, 4.2 + 0.22 * (len(cards) + 1))
     size, kl = figure.subplots(1, 2)
     dtypes = [name for name in DTYPE_STYLE if any(name in card["dtypes"] for card in cards)]
@@ -213,126 +218,6 @@ def cards_figure(cards: Sequence[dict], others: Sequence[Published] = PUBLISHED)
         for i in range(len(cards))
     ]
     handles.append(Line2D([], [], ls="none", marker="d", ms=8, mfc=PAPER, mec=INK))
-    labels = [*map(title, cards), "published by others, other models: see the text"]
+    labels = [*(names or map(title, cards)), "published by others, other models: see the text"]
     figure.legend(handles, labels, loc="outside lower left", frameon=False, fontsize=9, labelcolor=INK)
-    return figure
-
-
-# ---- the sanity test
-
-
-def sanity_figure(result: dict) -> Figure:
-    """Accuracy with the mark to pass, gradient norm and mismatch of each arm, by step."""
-    figure = new_figure(10, 3.8)
-    panels = figure.subplots(1, 3)
-    for (axes, key), heading in zip(
-        zip(panels, ("accuracy", "grad_norm", "mismatch"), strict=True),
-        ("Training accuracy", "Gradient norm", "Mismatch: mean |d| [nats]"),
-        strict=True,
-    ):
-        dress(axes, heading, "step", "")
-        for name, arm in result["arms"].items():
-            _draw_curve(axes, name, arm["curves"][key], log=key != "accuracy")
-    _draw_target(panels[0], result)
-    handles = [Line2D([], [], color=style_of(n)["color"], ls=style_of(n)["linestyle"], lw=2) for n in result["arms"]]
-    figure.legend(handles, list(result["arms"]), loc="outside lower center", ncols=3, frameon=False, labelcolor=INK)
-    return figure
-
-
-def _draw_target(axes, result):
-    """The mark to pass, and where the mean of the last steps passed it."""
-    axes.set_ylim(0, 1.03)
-    axes.axhline(result["target"], color=FAINT, lw=1, ls=(0, (2, 2)))
-    axes.annotate(f"{result['target']:.0%}", (1, result["target"]), xycoords=("axes fraction", "data"),
-                  xytext=(-2, -11), textcoords="offset points", ha="right", color=FAINT, fontsize=9)  # fmt: skip
-    for name, arm in result["arms"].items():
-        if arm["reached"]:
-            axes.plot(arm["reached"], result["target"], ls="none", marker="*", ms=14, mec=PAPER,
-                      color=style_of(name)["color"], zorder=4)  # fmt: skip
-
-
-def _draw_curve(axes, name, values, *, log):
-    style, smoothed = style_of(name), (smooth_log if log else smooth)(values, 3.0)
-    points = [(step, value) for step, value in enumerate(values, 1) if value is not None and (value > 0 or not log)]
-    line = [(step, value) for step, value in enumerate(smoothed, 1) if value is not None]
-    if not points:
-        return
-    axes.plot(
-        *zip(*points, strict=True), ls="none", marker=style["marker"], ms=3, mew=0, color=style["color"], alpha=0.3
-    )
-    axes.plot(*zip(*line, strict=True), color=style["color"], ls=style["linestyle"], lw=2)
-    if log:
-        axes.set_yscale("log")
-
-
-# ---- corrections
-
-CORRECTION_STYLE = {
-    "none": {"color": "#333333", "marker": "o"},
-    "token TIS": {"color": "#0072b2", "marker": "s"},
-    "token MIS": {"color": "#56a3d9", "marker": "D"},
-    "sequence TIS": {"color": "#c75000", "marker": "^"},
-    "sequence MIS": {"color": "#e08a4f", "marker": "v"},
-    "GSPO": {"color": "#00805a", "marker": "P"},
-    "Dr. GRPO": {"color": "#7a5195", "marker": "X"},
-}
-
-
-def corrections_figure(result: dict) -> Figure:
-    """A row a dtype: agreement of the gradient and sample size over the sampler's lag, and accuracy in training."""
-    trained = any(found["training"] for found in result["dtypes"].values())
-    figure = new_figure(10, 3.5 * len(result["dtypes"]) + 0.4)
-    cells = figure.subplots(len(result["dtypes"]), 3 if trained else 2, squeeze=False)
-    for line, (name, found) in zip(cells, result["dtypes"].items(), strict=True):
-        _draw_batch(line, name, found["batch"])
-        if trained:
-            dress(line[2], "Accuracy in training", f"step, sampler synced every {result['every']}", "")
-            for correction, arm in found["training"].items():
-                values = [
-                    (step, value) for step, value in enumerate(smooth(arm["accuracy"], 3.0), 1) if value is not None
-                ]
-                if values:
-                    line[2].plot(*zip(*values, strict=True), lw=1.8, color=CORRECTION_STYLE[correction]["color"])
-    names = dict.fromkeys(row["correction"] for found in result["dtypes"].values() for row in found["batch"])
-    handles = [Line2D([], [], lw=1.8, ms=6, **CORRECTION_STYLE[name]) for name in names]
-    figure.legend(handles, list(names), loc="outside lower center", ncols=len(names), frameon=False, labelcolor=INK,
-                  fontsize=9)  # fmt: skip
-    return figure
-
-
-def _draw_batch(line, dtype, rows):
-    lags = sorted({row["lag"] for row in rows})
-    dress(line[0], f"{dtype}: agreement of the gradient", "updates the sampler is behind", "cosine")
-    dress(line[1], "Sample size left by the weights", "updates the sampler is behind", "share of tokens")
-    for correction in dict.fromkeys(row["correction"] for row in rows):
-        mine = [row for row in rows if row["correction"] == correction]
-        for axes, key in ((line[0], "cosine"), (line[1], "ess")):
-            points = [(lags.index(row["lag"]), row[key]) for row in mine if row[key] is not None]
-            if points:
-                axes.plot(*zip(*points, strict=True), lw=1.6, ms=6, **CORRECTION_STYLE[correction])
-    floors = [row["floor"] for row in rows if row["floor"] is not None]
-    if floors:
-        line[0].axhline(floors[0], color=FAINT, lw=1, ls=":")
-        line[0].annotate("two halves of the trainer's own samples", (0.02, floors[0]), fontsize=8, color=FAINT,
-                         xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points")  # fmt: skip
-    for axes in line[:2]:
-        axes.set_xticks(range(len(lags)), map(str, lags))
-    line[1].set_ylim(0, 1.03)
-
-
-# ---- claims
-
-VERDICT_COLOR = {"agrees": "#00805a", "does not": "#c75000", "cannot be asked here": FAINT}
-
-
-def claims_figure(rows: Sequence[dict]) -> Figure:
-    """The claims as lines of text, each with its verdict in colour before it."""
-    figure = new_figure(10, 0.55 * len(rows) + 0.4)
-    axes = figure.subplots()
-    axes.set_axis_off()
-    axes.set(xlim=(0, 1), ylim=(len(rows), 0))
-    for place, row in enumerate(rows):
-        axes.text(0, place + 0.4, row["verdict"], color=VERDICT_COLOR[row["verdict"]], fontweight="bold", fontsize=10)
-        axes.text(0.19, place + 0.4, row["claim"], color=INK, fontsize=10)
-        axes.text(0.19, place + 0.75, row["measure"][:150], color=FAINT, fontsize=7.5)
     return figure

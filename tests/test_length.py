@@ -149,7 +149,7 @@ def test_density_keeps_what_lies_beyond_its_edges():
     ("words", "named"),
     [
         (["--sequences", "1"], "sequences is 1"),
-        (["--tokens", "4000"], "tokens is 4000; this model's context leaves room for 2 to 1968 after"),
+        (["--tokens", "4000"], "tokens is 4000; this model's context leaves room for 2 to 1904 after"),
         (["--tokens", "1"], "tokens is 1;"),
         (["--dtypes", ","], "No dtype was given"),
         (["--dtypes", "float8"], "Unknown dtype 'float8'"),
