@@ -19,6 +19,9 @@ from kit.errors import ArgumentError
 # experiment -> (its module, one line of help)
 EXPERIMENTS: dict[str, tuple[str, str]] = {
     "length": ("kit.length", "does the mismatch of a completion walk or drift with its length"),
+    "sanity": ("kit.sanity", "problems that can all be learned: which dtype learns them"),
+    "corrections": ("kit.corrections", "what importance weights can repair, on one batch and in training"),
+    "claims": ("kit.claims", "the paper's claims, one by one, judged by the results of the others"),
     "mantissa": ("kit.mantissa", "does the mismatch halve with each mantissa bit, in formats that no hardware has"),
     "attribution": ("kit.attribution", "where the mismatch comes from: one thing changed at a time"),
 }
