@@ -16,7 +16,7 @@ from kit.summary import number
 __all__ = [
     "RunControl", "completion_browser", "completions_html", "completions_text", "control_panel", "dtype_choices",
     "dtype_dropdown", "groups_of", "model_choices", "model_dropdown", "number_dropdown", "run_list", "serve_widgets",
-    "steps_of",
+    "steps_of", "telling_group",
 ]  # fmt: skip
 
 MODELS = {
@@ -111,6 +111,21 @@ def groups_of(run: Run, step: int) -> dict[str, list[dict]]:
     return groups
 
 
+def telling_group(run: Run) -> tuple[int, str]:
+    """(step, prompt) of the last group that taught something, its advantages differ; the most telling one of its step.
+
+    Where there is none, the first group of the last step. ValueError for a run without completions.
+    """
+    for step in reversed(steps_of(run)):
+        groups = groups_of(run, step)
+        prompt = max(groups, key=lambda text: len({row.get("advantage") for row in groups[text]}))
+        if len({row.get("advantage") for row in groups[prompt]}) > 1:
+            return step, prompt
+    if not run.completions:
+        raise ValueError(f"{run.path} has no recorded completions.")
+    return steps_of(run)[-1], next(iter(groups_of(run, steps_of(run)[-1])))
+
+
 def _text(value: str | list[dict]) -> str:
     """A prompt or completion as text; the messages of a conversation below each other."""
     return (
@@ -170,11 +185,15 @@ def _legend(most: float) -> str:
 
 
 def completion_browser(run: Run) -> object:
-    """A slider over the steps, a dropdown over the prompts, and the group's completions (`completions_html`)."""
+    """A slider over the steps, a dropdown over the prompts, and the group's completions (`completions_html`).
+
+    It begins with `telling_group`.
+    """
     widgets, steps = _ipywidgets(), steps_of(run)
     if not steps:
         return widgets.HTML(f"<p>{html.escape(run.name)} has no recorded completions.</p>")
-    step = widgets.SelectionSlider(options=steps, value=steps[-1], description="step", continuous_update=False)
+    first, telling = telling_group(run)
+    step = widgets.SelectionSlider(options=steps, value=first, description="step", continuous_update=False)
     prompt = widgets.Dropdown(description="prompt", layout={"width": "40em"})
     page = widgets.HTML()
 
@@ -192,6 +211,7 @@ def completion_browser(run: Run) -> object:
     step.observe(show_group, "value")
     prompt.observe(show_group, "value")
     show_step()
+    prompt.value = telling
     show_group()
     return widgets.VBox([widgets.HBox([step, prompt]), page])
 

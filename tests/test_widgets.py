@@ -24,6 +24,7 @@ from kit.widgets import (
     model_choices,
     model_dropdown,
     steps_of,
+    telling_group,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -89,6 +90,15 @@ def test_completions_are_grouped_by_step_and_prompt():
     assert {prompt: len(rows) for prompt, rows in groups_of(RUN, 2).items()} == {"Q: 1+3=?": 2, "Q: 2+2=?": 1}
     chat = row(3, [{"role": "user", "content": "1+1?"}], [{"role": "assistant", "content": "2"}])
     assert list(groups_of(Run(Path("x"), {}, [], [chat]), 3)) == ["user: 1+1?"]
+
+
+def test_the_telling_group_is_the_last_whose_answers_differ():
+    same = [row(3, "Q: 5+5=?", "10", 0.0), row(3, "Q: 5+5=?", "10", 0.0)]
+    assert telling_group(RUN) == (2, "Q: 1+3=?")
+    assert telling_group(Run(Path("x"), {}, [], [*RUN.completions, *same])) == (2, "Q: 1+3=?")
+    assert telling_group(Run(Path("x"), {}, [], same)) == (3, "Q: 5+5=?")
+    with pytest.raises(ValueError, match="no recorded completions"):
+        telling_group(Run(Path("x"), {}, [], []))
 
 
 def test_the_text_names_rewards_advantage_and_the_worst_token():
