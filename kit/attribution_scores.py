@@ -19,12 +19,14 @@ from kit.teacher_forcing import (
     float32_head,
     open_sampler,
     sample_texts,
+    sampler_kernels,
     sampler_scores,
     sampler_scores_cached,
     trainer_scores,
 )
 
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.01)
+CANNOT_RUN = (RuntimeError, ValueError, ImportError)  # what kernels raise that a machine does not have
 TEMPERATURE, TOP_P = 0.7, 0.9  # of the settings that the trainer is made to forget
 
 
@@ -41,6 +43,7 @@ class Scores:
     native: tuple[torch.Tensor, torch.Tensor] | None = None  # trainer, sampler
     forgotten: dict[str, tuple[torch.Tensor, Texts]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    kernels: dict[str, str | bool] = field(default_factory=dict)
 
 
 def attribute(settings: AttributionSettings) -> dict:
@@ -82,6 +85,7 @@ def _score_by_samplers(folders, precision, prompts, longest, settings) -> Scores
     prompt_ids = AutoTokenizer.from_pretrained(folders.coarse)(prompts).input_ids
     sampler = open_sampler(folders.coarse, coarse, length, count)
     scores = Scores(*sample_texts(sampler, prompt_ids, SamplingSettings(settings.tokens), settings.seed))
+    scores.kernels = {f"sampler_{name}": value for name, value in sampler_kernels(sampler).items()}
     _coarse_sampler(sampler, scores)
     for name, changed in (
         (f"temperature {TEMPERATURE}", SamplingSettings(settings.tokens, TEMPERATURE)),
@@ -127,9 +131,20 @@ def _other_engines(folders, coarse, length, count, settings, scores):
     for name, arguments in engines.items():
         try:
             sampler = open_sampler(folders.coarse, coarse, length, count, **arguments)
+        except CANNOT_RUN as error:
+            scores.notes.append(_could_not_run(name, error))
+            continue
+        found = sampler_kernels(sampler)
+        if name.endswith(found["attention"]) or (name == "sampler: compiled" and not found["eager"]):
             scores.sampler_changes[name] = sampler_scores(sampler, scores.texts)
-        except (RuntimeError, ValueError, ImportError) as error:
-            scores.notes.append(f"{name}: could not run here ({type(error).__name__}: {str(error).splitlines()[0]}).")
+        else:
+            kind = "eager" if found["eager"] else "not eager"
+            scores.notes.append(f"{name}: not had here; the engine runs attention {found['attention']}, {kind}.")
+
+
+def _could_not_run(name, error):
+    said = (str(error).splitlines() or [""])[0]
+    return f"{name}: could not run here ({type(error).__name__}: {said})."
 
 
 def _score_by_trainers(folders, precision, scores, settings) -> None:
@@ -142,10 +157,13 @@ def _score_by_trainers(folders, precision, scores, settings) -> None:
     for name, (logprobs, other) in scores.forgotten.items():
         scores.forgotten[name] = (trainer_scores(model, other, precision, batch=batch) - logprobs, other)
     if settings.compiled:
-        forward = torch.compile(model, dynamic=True)
-        compiled = trainer_scores(model, texts, precision, batch=batch, forward=forward)
-        scores.trainer_changes["trainer: compiled"] = compiled
-    before = model.config._attn_implementation
+        try:
+            forward = torch.compile(model, dynamic=True)
+            compiled = trainer_scores(model, texts, precision, batch=batch, forward=forward)
+            scores.trainer_changes["trainer: compiled"] = compiled
+        except CANNOT_RUN as error:
+            scores.notes.append(_could_not_run("trainer: compiled", error))
+    before = scores.kernels["trainer_attention"] = model.config._attn_implementation
     model.set_attn_implementation("eager")
     changed = f"trainer: attention eager (was {before})"
     scores.trainer_changes[changed] = trainer_scores(model, texts, precision, batch=batch)
@@ -195,6 +213,7 @@ def split(scores: Scores, coarse: str) -> dict:
         "by_position": [asdict(part) for part in by_bins(base, mask, position, edges, places)],
         "by_probability": [asdict(part) for part in by_bins(base, mask, s[0].exp(), PROBABILITIES, shares)],
         "rollout": mismatch_metrics(t[0], scores.rollout, mask),
+        "kernels": scores.kernels,
         "not_separated": [*NOT_SEPARATED, *scores.notes],
     }
 

@@ -240,17 +240,18 @@ def _folded(name, width=36):
 def _draw_tokens(axes: Axes, result: dict) -> None:
     """mean |d| of tokens by their probability, and their share of mean d^2 in words."""
     dress(axes, "Which tokens it comes from", "sampler's probability of the token", "mean |d| [nats]")
+    axes.annotate("share of d\u00b2, tokens:", (0.01, 0.13), xycoords="axes fraction", color=FAINT, fontsize=8)
     bins = [found for found in result["by_probability"] if found["tokens"]]
     means = [found["abs_mean"] for found in bins]
     color = style_of(result["coarse"])["color"]
     axes.errorbar(range(len(bins)), [m["value"] for m in means], yerr=_whiskers(means), ls="none", marker="o", ms=6,
                   capsize=3, color=color)  # fmt: skip
     for place, found in enumerate(bins):
-        axes.annotate(f"{found['share']:.0%} of d\u00b2\n{found['tokens']} tokens", (place, 0.03), ha="center",
+        axes.annotate(f"{found['share']:.0%}\n{found['tokens']}", (place, 0.03), ha="center",
                       xycoords=("data", "axes fraction"), color=FAINT, fontsize=8)  # fmt: skip
     if means and min(m["value"] for m in means) > 0:
         axes.set_yscale("log")
         low, high = axes.get_ylim()
         axes.set_ylim(low / (high / low) ** 0.25, high)
-    axes.set_xticks(range(len(bins)), [found["label"].replace(" to ", "-") for found in bins])
+    axes.set_xticks(range(len(bins)), [found["label"].replace(" to ", "\nto ") for found in bins])
     axes.set_xlim(-0.6, len(bins) - 0.4)

@@ -125,19 +125,22 @@ def sampler_scores(sampler, texts: Texts, *, together: bool = True) -> torch.Ten
     return texts.align(rows)
 
 
-def _prompt_logprobs(output, text):
-    entries = output.prompt_logprobs[1:]
-    return [entry[token].logprob if entry else torch.nan for token, entry in zip(text[1:], entries, strict=True)]
+def _prompt_logprobs(output, text, known=0):
+    """A row of logprobs of the text's tokens but the first; NaN for the first `known`, which came from the cache."""
+    pairs = list(zip(text[1:], output.prompt_logprobs[1:], strict=True))
+    return [torch.nan] * min(known, len(pairs)) + [entry[token].logprob for token, entry in pairs[known:]]
 
 
 def sampler_scores_cached(sampler, texts: Texts) -> tuple[torch.Tensor, int]:
     """(logprobs with the start of each text from a warm prefix cache, tokens that came from the cache).
 
-    vLLM keeps whole blocks only, so short texts have none; the tokens of a cached block have no logprob, NaN here.
+    vLLM keeps whole blocks only, so short texts have none. What it returns for the tokens of a cached block is not
+    theirs (vLLM 0.31 leaves that memory unwritten), so those are NaN here.
     """
     from vllm import SamplingParams
 
     settings = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False}
+    sampler.llm.reset_prefix_cache()  # of earlier calls, which would leave next to nothing to score
     half = [text[: len(text) // 2] for text in texts.whole]
     sampler._run(half, [SamplingParams(**settings)] * len(half))
     params = SamplingParams(**settings, prompt_logprobs=0, skip_reading_prefix_cache=False)
@@ -145,10 +148,18 @@ def sampler_scores_cached(sampler, texts: Texts) -> tuple[torch.Tensor, int]:
     rows, cached = [], 0
     for output, text in zip(outputs, texts.whole, strict=True):
         known = output.num_cached_tokens or 0
-        row = _prompt_logprobs(output, text)
-        rows.append([torch.nan] * min(known, len(row)) + row[known:])
+        rows.append(_prompt_logprobs(output, text, known))
         cached += known
     return texts.align(rows), cached
+
+
+def sampler_kernels(sampler) -> dict:
+    """What the engine computes with: {"attention": names of its backends, "eager": no captured or compiled code}."""
+    names = sampler.llm.apply_model(
+        lambda model: {m.get_attn_backend().get_name() for m in model.modules() if hasattr(m, "get_attn_backend")}
+    )[0]
+    eager = sampler.llm.llm_engine.vllm_config.model_config.enforce_eager
+    return {"attention": ", ".join(sorted(names)), "eager": bool(eager)}
 
 
 @contextlib.contextmanager
@@ -187,9 +198,9 @@ def trainer_scores(
         batch: texts in one forward pass, padded on the right.
         forward: what to call instead of the model, for instance its compiled version.
     """
-    rows = []
+    rows, forward = [], model if forward is None else forward  # a compiled model has no truth value
     for start in range(0, len(texts.whole), batch):
-        rows += _trainer_batch(model, texts.whole[start : start + batch], precision, head_float32, forward or model)
+        rows += _trainer_batch(model, texts.whole[start : start + batch], precision, head_float32, forward)
     return texts.align(rows)
 
 

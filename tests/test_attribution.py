@@ -18,10 +18,19 @@ from kit.decomposition import by_bins, decompose
 from kit.drawn_policy import draw_adapter, load_trainer
 from kit.errors import ArgumentError
 from kit.intervals import MIN_SEQUENCES, Estimate, bootstrap, interval_note, token_mean
-from kit.loading import resolve
+from kit.loading import close_current, resolve
 from kit.precision import Precision
 from kit.probe import trainer_score
-from kit.teacher_forcing import Texts, float32_head, sample_texts, sampler_scores, trainer_scores
+from kit.teacher_forcing import (
+    Texts,
+    float32_head,
+    open_sampler,
+    sample_texts,
+    sampler_kernels,
+    sampler_scores,
+    sampler_scores_cached,
+    trainer_scores,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -156,6 +165,15 @@ def texts():
     return Texts([row[: 3 + i] for i, row in enumerate(ids)], [row[3 + i : 12 + 4 * i] for i, row in enumerate(ids)])
 
 
+def test_a_compiled_forward_pass_is_used_in_place_of_the_model(texts):
+    precision = Precision("float32")
+    model = load_trainer(resolve(MODEL), precision)
+    calls = []
+    forward = torch.compile(lambda **inputs: calls.append(1) or model(**inputs), backend="eager", dynamic=True)
+    found = trainer_scores(model, texts, precision, forward=forward)
+    assert calls and (found - trainer_scores(model, texts, precision))[texts.mask].abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_padded_batch_is_scored_as_one_text_at_a_time(texts, dtype):
     precision = Precision(dtype)
@@ -230,6 +248,24 @@ def test_a_handful_of_sequences_is_told_and_drawn_without_intervals(sequences):
     assert (result["total"]["coarse"]["low"] is not None) == has_intervals
     assert ("No intervals" in text(result)) != has_intervals
     figure(result).canvas.draw()
+
+
+@pytest.mark.engine
+def test_a_warm_prefix_cache_is_asked_and_the_rest_is_scored_as_without_it():
+    ids = torch.randint(3, 64, (3, 400), generator=torch.Generator().manual_seed(2)).tolist()
+    long = Texts([row[:5] for row in ids], [row[5:] for row in ids])
+    sampler = open_sampler(resolve(MODEL), "float32", long.longest, 3)
+    try:
+        plain, (warm, cached) = sampler_scores(sampler, long), sampler_scores_cached(sampler, long)
+        block = sampler.llm.llm_engine.vllm_config.cache_config.block_size
+        kernels = sampler_kernels(sampler)
+    finally:
+        close_current()
+    assert cached == 3 * (200 // block) * block > 0
+    scored = warm.isfinite()
+    assert scored.sum() == 3 * 399 - cached
+    assert (warm - plain)[scored].abs().max() < 1e-4
+    assert kernels["attention"] and (kernels["eager"] or torch.cuda.is_available())
 
 
 # ---- the whole measurement
