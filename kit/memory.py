@@ -257,7 +257,7 @@ def adapter_slot_bytes(settings: Settings) -> int:
 
 
 def kv_tokens(length: int, sequences: int, kind: str) -> int:
-    """KV cache for `sequences` of `length` at once [tokens]: whole blocks, and one that is scheduled ahead, for each."""
+    """KV cache for `sequences` of `length` at once [tokens]: whole blocks and one scheduled ahead, for each."""
     return sequences * (-(-length // BLOCK[kind]) + 1) * BLOCK[kind]
 
 
