@@ -26,7 +26,8 @@ from kit.teacher_forcing import (
 )
 
 PROBABILITIES = (0.0, 0.01, 0.1, 0.5, 0.9, 0.99, 1.01)
-CANNOT_RUN = (RuntimeError, ValueError, ImportError)  # what kernels raise that a machine does not have
+# what is raised by kernels that a machine does not have, and by arguments that an older vLLM does not know
+CANNOT_RUN = (RuntimeError, ValueError, ImportError, TypeError)
 TEMPERATURE, TOP_P = 0.7, 0.9  # of the settings that the trainer is made to forget
 
 
