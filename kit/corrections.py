@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kit.errors import ArgumentError
-from kit.importance import CORRECTIONS, chosen
+from kit.importance import CAP, CORRECTIONS, chosen
 from kit.records import Run, free_path
 from kit.summary import finite, number, plural
 
@@ -22,19 +22,20 @@ LAST = 5  # steps in "final"
 
 @dataclass(frozen=True)
 class CorrectionSettings:
-    """`updates` are made first, and the judged batch's sampler is 0, 1, 2, 4, ... of them behind. Training takes
+    """`updates` are made first, and the judged batch's sampler is 0, 1, 4, ... of them behind. Training takes
     `steps` steps for each of `trained`, with a sampler that is synced every `every` steps; 0 steps skip it. `judged`
-    completions are judged, `completions` are sampled a step, in groups of `group`."""
+    completions are judged, `completions` are sampled a step, in groups of `group`. `cap` is C, the largest weight."""
 
     model: str = "tiny"
     corrections: tuple[str, ...] = tuple(CORRECTIONS)
     trained: tuple[str, ...] = tuple(CORRECTIONS)
-    updates: int = 8
+    updates: int = 16
     judged: int = 256
-    steps: int = 24
-    every: int = 4
+    steps: int = 12
+    every: int = 6
     completions: int = 64
     group: int = 8
+    cap: float = CAP
     seed: int = 0
 
     def __post_init__(self):
@@ -42,17 +43,19 @@ class CorrectionSettings:
         for name, least in (("updates", 1), ("steps", 0), ("every", 1)):
             if getattr(self, name) < least:
                 raise ArgumentError(f"{name} is {getattr(self, name)}; expected at least {least}.")
+        if not self.cap > 0:
+            raise ArgumentError(f"cap is {self.cap}; expected a number above 0 (TRL's default is {CAP:g}).")
         if self.judged < self.group or self.judged % self.group:
             raise ArgumentError(f"judged is {self.judged}; expected a multiple of the group of {self.group}.")
 
 
 def lags(updates: int) -> list[int]:
-    """How many updates behind the sampler is: 0, then powers of two, then all.
+    """How many updates behind the sampler is: 0, then powers of four, then all.
 
-    >>> lags(8), lags(5), lags(1)
-    ([0, 1, 2, 4, 8], [0, 1, 2, 4, 5], [0, 1])
+    >>> lags(16), lags(5), lags(1)
+    ([0, 1, 4, 16], [0, 1, 4, 5], [0, 1])
     """
-    powers = [2**k for k in range(20) if 2**k < updates]
+    powers = [4**k for k in range(20) if 4**k < updates]
     return [0, *powers, updates]
 
 
@@ -92,7 +95,13 @@ def run_corrections(settings: CorrectionSettings, dtypes: Sequence[str], out: st
     for name in dtypes:
         found[name] = _Study(settings, name, Path(out), view).run()
     close_current()
-    return {"model": settings.model, "every": settings.every, "updates": settings.updates, "dtypes": found}
+    return {
+        "model": settings.model,
+        "every": settings.every,
+        "updates": settings.updates,
+        "cap": settings.cap,
+        "dtypes": found,
+    }
 
 
 class _Study:
@@ -117,8 +126,7 @@ class _Study:
         """{"batch": rows of `kit.gradients.judge_batch`, "training": {correction: `arm_figures`}}."""
         batch, training, runs = self._batch(), {}, []
         for correction in chosen(self.settings.trained) if self.settings.steps else ():
-            listeners = [self.view(list(runs))] if self.view else []
-            trainer = self._trainer(correction, self.settings.steps, self.settings.every, listeners)
+            trainer = self._trainer(correction, self.settings.steps, self.settings.every, self._views(runs))
             trainer.train()
             self.base = trainer.model.unload()
             runs.append(Run.load(trainer.run_dir))
@@ -126,17 +134,20 @@ class _Study:
             print(arm_text(f"{self.dtype}, {correction.name}", training[correction.name]), flush=True)
         return {"batch": batch, "training": training}
 
+    def _views(self, runs):
+        return [self.view(list(runs))] if self.view else []
+
     def _batch(self):
         from kit import arithmetic
         from kit.gradients import Judging, judge_batch, snapshot
 
         keep = lambda record: snapshots.append(snapshot(trainer.model))  # noqa: E731
-        trainer = self._trainer(CORRECTIONS["none"], self.settings.updates, 1, [keep], name="updates")
+        trainer = self._trainer(CORRECTIONS["none"], self.settings.updates, 1, [keep, *self._views([])], name="updates")
         snapshots = [snapshot(trainer.model)]
         trainer.train()
         how = Judging(
             chosen(self.settings.corrections), arithmetic.correct_answer, self.settings.group,
-            self.arm.max_completion_length, self.settings.seed,
+            self.arm.max_completion_length, self.settings.seed, self.settings.cap,
         )  # fmt: skip
         judged = self.problems.select(range(self.settings.judged // self.settings.group))
         rows = judge_batch(trainer.model, self.tokenizer, snapshots, lags(self.settings.updates), judged, how)
@@ -150,8 +161,9 @@ class _Study:
 
         name = name or correction.name.lower().replace(" ", "-").replace(".", "")
         arguments = training_arguments(replace(self.arm, steps=steps), free_path(self.out / f"{self.dtype}-{name}"))
+        arguments.lr_scheduler_type = "constant"  # so that each update moves the policy on, the last ones too
         for key, value in correction.arguments.items():
-            setattr(arguments, key, value)
+            setattr(arguments, key, self.settings.cap if key == "vllm_importance_sampling_clip_max" else value)
         policy = FastLanguageModel.get_peft_model(
             self.base, r=self.arm.rank, lora_alpha=self.arm.alpha, random_state=self.arm.seed
         )
@@ -177,15 +189,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("updates", "judged", "steps", "every", "completions", "group", "seed"):
         default = getattr(CorrectionSettings, name)
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--cap", type=float, default=CAP, help=f"largest weight; default {CAP:g}")
 
 
 def measure(args: argparse.Namespace) -> dict:
     """`python -m kit experiment corrections`."""
-    names = ("model", "updates", "judged", "steps", "every", "completions", "group", "seed")
+    from kit.live import LiveView
+
+    names = ("model", "updates", "judged", "steps", "every", "completions", "group", "cap", "seed")
     listed = tuple(name.strip() for name in args.corrections.split(",") if name.strip())
     settings = CorrectionSettings(corrections=listed, trained=listed, **{name: getattr(args, name) for name in names})
     dtypes = [name.strip() for name in args.dtypes.split(",") if name.strip()]
-    return run_corrections(settings, dtypes, args.out or "runs/experiments/corrections")
+    out = args.out or "runs/experiments/corrections"
+    return run_corrections(settings, dtypes, out, view=lambda runs: LiveView())
 
 
 def figure(result: dict):

@@ -7,6 +7,7 @@ a correction by importance weights should turn it back, as far as its variance a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kit.importance import CAP
 from kit.summary import plural
 
 GRADIENT_SCALE = 1024.0  # of the loss, for float16's sake; divided out again in float32
@@ -60,7 +61,7 @@ def draw(policy, tokenizer, problems, reward, sampling, group: int, seed: int) -
     return Batch(whole, [len(prompt) for prompt in ids], logprobs, mask, rewards)
 
 
-def gradients(policy, batch: Batch, corrections, group: int, longest: int) -> tuple[dict, object]:
+def gradients(policy, batch: Batch, corrections, group: int, longest: int, cap: float = CAP) -> tuple[dict, object]:
     """({name: flat gradient of the loss}, d) of each correction on one batch, by the trainer's arithmetic.
 
     d is completions x tokens [nats]. Gradients are those of minus the weighted sum of advantage x logprob, at the
@@ -68,6 +69,7 @@ def gradients(policy, batch: Batch, corrections, group: int, longest: int) -> tu
     """
     import torch
 
+    from kit.cpu_half import float16_products
     from kit.importance import advantages, token_share, weights
 
     parameters = [p for p in policy.parameters() if p.requires_grad]
@@ -81,10 +83,11 @@ def gradients(policy, batch: Batch, corrections, group: int, longest: int) -> tu
         d = (logprobs.detach().cpu() - batch.sampler_logprobs[rows]) * batch.mask[rows]
         differences[rows] = d
         for place, c in enumerate(corrections):
-            factor = weights(d, batch.mask[rows], c.rule, advantages_P=worth[c.name][rows])
+            factor = weights(d, batch.mask[rows], c.rule, advantages_P=worth[c.name][rows], cap=cap)
             factor = factor * worth[c.name][rows, None] * shares[c.name][rows]
             loss = -(factor.to(logprobs.device) * logprobs).sum() * GRADIENT_SCALE
-            found = torch.autograd.grad(loss, parameters, retain_graph=place < len(corrections) - 1)
+            with float16_products(policy.kit.precision, policy.device.type):  # the backward pass has products too
+                found = torch.autograd.grad(loss, parameters, retain_graph=place < len(corrections) - 1)
             sums[c.name] += torch.cat([g.flatten() for g in found]).double().cpu() / GRADIENT_SCALE
     return sums, differences
 
@@ -126,16 +129,16 @@ def judge_batch(
     restore(policy, snapshots[last])
     policy.kit.sampler.load_adapter(policy)
     own = [draw(policy, *asked, seed=how.seed + 1 + half) for half in (0, 1)]
-    halves = [gradients(policy, batch, how.corrections, how.group, how.longest)[0] for batch in own]
+    halves = [gradients(policy, batch, how.corrections, how.group, how.longest, how.cap)[0] for batch in own]
     for lag in lags:
         restore(policy, snapshots[last - lag])
         policy.kit.sampler.load_adapter(policy)
         batch = draw(policy, *asked, seed=how.seed + 100)
         restore(policy, snapshots[last])
-        found, d = gradients(policy, batch, how.corrections, how.group, how.longest)
+        found, d = gradients(policy, batch, how.corrections, how.group, how.longest, how.cap)
         for c in how.corrections:
             reference = (halves[0][c.name] + halves[1][c.name]) / 2
-            about = _row(c, batch, d, how.group) | compare(found[c.name], reference)
+            about = _row(c, batch, d, how.group, how.cap) | compare(found[c.name], reference)
             about["floor"] = compare(halves[0][c.name], halves[1][c.name])["cosine"]
             rows.append({"lag": lag, "correction": c.name} | about)
         behind = plural(lag, "update")
@@ -145,21 +148,22 @@ def judge_batch(
 
 @dataclass(frozen=True)
 class Judging:
-    """What a batch is judged by: `kit.importance.Correction`s, reward, group size, longest completion, seed."""
+    """What a batch is judged by: `kit.importance.Correction`s, reward, group, longest completion, seed, cap."""
 
     corrections: list
     reward: object
     group: int
     longest: int
     seed: int = 0
+    cap: float = CAP
 
 
-def _row(correction, batch, d, group):
+def _row(correction, batch, d, group, cap):
     from kit.importance import advantages, weight_figures, weights
     from kit.mismatch import mismatch_metrics
 
     worth = advantages(batch.rewards, group)
-    factor = weights(d, batch.mask, correction.rule, advantages_P=worth)
+    factor = weights(d, batch.mask, correction.rule, advantages_P=worth, cap=cap)
     metrics = mismatch_metrics(d + batch.sampler_logprobs, batch.sampler_logprobs, batch.mask)
     shown = {"abs_mean": metrics["mismatch/abs_mean"], "seq_abs": metrics["mismatch/seq_abs"]}
     return weight_figures(factor, batch.mask) | shown | {"reward": float(batch.rewards.mean())}

@@ -155,7 +155,16 @@ def test_unknown_names_are_refused():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"updates": 0}, {"steps": -1}, {"every": 0}, {"judged": 12}, {"judged": 0}, {"corrections": ("TIS",)}]
+    "bad",
+    [
+        {"updates": 0},
+        {"steps": -1},
+        {"every": 0},
+        {"judged": 12},
+        {"judged": 0},
+        {"corrections": ("TIS",)},
+        {"cap": 0.0},
+    ],
 )
 def test_impossible_settings_are_refused(bad):
     with pytest.raises(ArgumentError):
@@ -268,6 +277,9 @@ def test_a_sampler_further_behind_leaves_less_and_agrees_less(model, tokenizer, 
         assert by[0, name]["ess"] == pytest.approx(1.0, abs=1e-3) and by[0, name]["masked_share"] == 0
     for name in ("token TIS", "token MIS", "sequence TIS", "sequence MIS"):
         assert by[2, name]["ess"] < 0.999
+    bound = Judging(chosen(["token TIS", "token MIS", "sequence MIS"]), arithmetic.correct_answer, 8, 32, cap=1.1)
+    for row in judge_batch(policy, tokenizer, snapshots, [2], problems.select(range(4)), bound):
+        assert row["max"] <= 1.1 + 1e-6 and (row["masked_share"] > 0) == row["correction"].endswith("MIS")
     words = corrections.batch_table("float32", rows)
     assert "sampler 2 updates behind" in words and all(name in words for name in CORRECTIONS)
 

@@ -5,7 +5,6 @@ import statistics
 from types import SimpleNamespace
 
 import pytest
-from engines import kit_command
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from kit import sanity
 from kit.cli import main
 from kit.errors import ArgumentError
 from kit.records import Run
-from kit.sanity import SanitySettings, arm_figures, check_set, first_reached, percentile, perfectible
+from kit.sanity import SanitySettings, arm_figures, check_set, first_reached, percentile, perfectible, run_sanity
 
 
 def a_run(**columns) -> Run:
@@ -107,22 +106,16 @@ def test_a_bad_request_is_one_line(words, named, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """The command's JSON, for two short arms."""
-    out = tmp_path_factory.mktemp("sanity")
-    process = kit_command(
-        "experiment", "sanity", "--dtypes", "float32,bfloat16", "--candidates", 24, "--samples", 8, "--steps", 3,
-        "--completions", 32, "--out", out, "--json",
-    )  # fmt: skip
-    printed, errors = process.communicate()
-    assert process.returncode == 0, errors[-3000:]
-    return json.loads(printed)
+    """Two short arms, as JSON."""
+    settings = SanitySettings(candidates=16, samples=6, steps=3, completions=32)
+    return json.loads(json.dumps(run_sanity(settings, ["float32", "bfloat16"], tmp_path_factory.mktemp("sanity"))))
 
 
 @pytest.mark.engine
 def test_both_arms_train_on_the_same_kept_problems(result):
     about = result["set"]
-    assert 4 <= about["kept"] <= 24 and about["sampled_in"] == "float32"
-    assert about["kept"] + about["never_right"] + about["always_right"] <= 24
+    assert 4 <= about["kept"] <= 16 and about["sampled_in"] == "float32"
+    assert about["kept"] + about["never_right"] + about["always_right"] <= 16
     assert list(result["arms"]) == ["float32", "bfloat16"]
     prompts = []
     for arm in result["arms"].values():
@@ -139,7 +132,7 @@ def test_each_arm_reports_what_it_must(result):
         assert len(arm["curves"]["mismatch"]) == 3 and arm["skipped"] == 0
     assert result["arms"]["float32"]["mismatch_start"] < result["arms"]["bfloat16"]["mismatch_start"] / 50
     words = sanity.text(result)
-    assert words.count("gradient norm median") == 2 and f"{result['set']['kept']} of 24" in words
+    assert words.count("gradient norm median") == 2 and f"{result['set']['kept']} of 16" in words
     figure = sanity.figure(result)
     figure.canvas.draw()
     assert len(figure.axes) == 3
@@ -147,8 +140,6 @@ def test_each_arm_reports_what_it_must(result):
 
 @pytest.mark.engine
 def test_an_arm_stops_once_the_mark_is_passed(tmp_path):
-    from kit.sanity import run_sanity
-
     settings = SanitySettings(
         candidates=16, samples=4, steps=6, target=0.05, window=2, completions=16, group=8
     )  # a mark that it passes at once
