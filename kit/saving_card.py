@@ -5,6 +5,7 @@ import re
 
 from kit.records import Run
 from kit.report import final_figures
+from kit.summary import number
 
 
 def card(run: Run, merged_dtype: str | None, roundings: list) -> str:
@@ -101,7 +102,11 @@ def _table(items):
 
 def _word(value):
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return number(value, 4)
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_word(item)}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_word, value))
     text = value if isinstance(value, str) else json.dumps(value)
     return _short(text).replace("|", "\\|").replace("\n", " ")
 

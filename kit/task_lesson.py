@@ -22,7 +22,7 @@ def math_settings(model: str, dtype: str, steps: int, task: str = "", folder: st
         return TrainSettings(
             model=model, dtype=dtype, steps=steps, task=task or str(sums_file(Path(folder) / "sums.jsonl")),
             question="question", answer="answer", solution="solution", level="digits", rewards="answer,format=0.1",
-            template="kit", warm_up=6, completions=64, group=8, held_out=64,
+            template="kit", warm_up=8, warm_up_learning_rate=2e-3, completions=64, group=8, held_out=64,
         )  # fmt: skip
     return TrainSettings(
         model=model, dtype=dtype, steps=steps, task=task or "gsm8k", rewards="answer=1,format=0.3,approximate=0.2",

@@ -19,6 +19,7 @@ from kit.templates import BUNDLED, Tags, rendered
 
 HELD_OUT_PERCENT = 10  # of the questions of a data set without a test split
 GYM_HELD_OUT_PERCENT = 20  # of a procedural family, which has as many as one asks for
+GYM_ATTEMPTS = 3  # to make enough different questions, each with twice as many as the last
 
 
 @dataclass(frozen=True)
@@ -224,9 +225,13 @@ def _from_gym(name, size, held_out, seed, tags):
 
     percent = GYM_HELD_OUT_PERCENT
     count = max(size * 100 // (100 - percent), held_out * 100 // percent) * 5 // 4 + 20
-    dataset = task_gym.make(name, count, seed)
-    train, test, notes = split(task_gym.rows(dataset), percent)
-    notes = [note for note in notes if "repeat" not in note]  # a family repeats itself; more were made than needed
+    for attempt in range(GYM_ATTEMPTS):  # a family repeats itself, one with few questions more and more
+        dataset = task_gym.make(name, count, seed)
+        train, test, notes = split(task_gym.rows(dataset), percent)
+        if (len(train) >= size and len(test) >= held_out) or attempt == GYM_ATTEMPTS - 1:
+            break
+        count *= 2
+    notes = [note for note in notes if "repeat" not in note]
     train, test = _drawn(train, test, size, held_out, seed, notes)
     return Task(name, train, test, task_gym.scorer(name, count, seed), tags, tuple(notes))
 

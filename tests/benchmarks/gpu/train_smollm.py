@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,14 +26,21 @@ KEYS = (
 
 
 def prepared(args, tokenizer):
-    """The task with its prompts: plain answers, without tags, which a small model can give from the first step."""
+    """The task with its prompts: plain answers, without tags, after a few answered questions as examples.
+
+    A model of this size does not follow instructions; shown examples, it is right on part of the problems from the
+    first step. The examples are training problems, and not trained on.
+    """
     from kit.tasks import load_task, with_prompts
     from kit.templates import PLAIN, set_template
 
-    set_template(tokenizer, PLAIN)
-    task = load_task(args.task, size=args.problems, held_out=args.held_out, seed=args.seed, tags=PLAIN)
-    instructions = "" if args.model == "tiny" else args.instructions
-    return with_prompts(task, tokenizer, instructions=instructions, max_prompt_length=args.prompt_length)
+    set_template(tokenizer, PLAIN, "kit")
+    count = 0 if args.model == "tiny" else args.shots  # a token a character: examples would not fit
+    task = load_task(args.task, size=args.problems + count, held_out=args.held_out, seed=args.seed, tags=PLAIN)
+    shots, rest = (task.train.select(rows) for rows in (range(count), range(count, len(task.train))))
+    examples = "\n\n".join(f"Q: {row['question']}\nA: {row['answer']}" for row in shots)
+    task = replace(task, train=rest)
+    return with_prompts(task, tokenizer, instructions=examples, max_prompt_length=args.prompt_length)
 
 
 def train(args) -> None:
@@ -41,14 +49,15 @@ def train(args) -> None:
     from kit.evaluation import evaluate, paired_difference
     from kit.sampler import SamplingSettings
     from kit.task_rewards import parse
+    from kit.training import engine_arguments
 
     model, tokenizer = kit.FastLanguageModel.from_pretrained(
         args.model, max_seq_length=args.prompt_length + args.length, dtype=args.dtype, max_lora_rank=args.rank,
-        max_num_seqs=args.completions, gpu_memory_utilization=args.utilization,
+        max_num_seqs=args.completions, gpu_memory_utilization=args.utilization, vllm_arguments=engine_arguments(),
     )  # fmt: skip
     task = prepared(args, tokenizer)
     policy = kit.FastLanguageModel.get_peft_model(model, r=args.rank, lora_alpha=2 * args.rank, random_state=args.seed)
-    sampling = SamplingSettings(args.length)
+    sampling = SamplingSettings(args.length, stop=("\n",))
 
     def measured():
         return evaluate(policy, tokenizer, task.held_out, task.correct_answer, samples=args.samples, settings=sampling,
@@ -64,6 +73,7 @@ def train(args) -> None:
             lr_scheduler_type="linear", per_device_train_batch_size=args.micro_batch,
             gradient_accumulation_steps=args.completions // args.micro_batch, num_generations=args.group,
             max_completion_length=args.length, reward_weights=list(rewards.weights), save_strategy="no", seed=args.seed,
+            generation_kwargs={"stop": ["\n"]},
         ),
         run_info={"task": args.task},
     )  # fmt: skip
@@ -114,16 +124,16 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="folder of the weights, or tiny")
     parser.add_argument("--out", required=True, help="the JSON file; the figure gets the same name")
     parser.add_argument("--dtypes", default="float16,bfloat16")
-    parser.add_argument("--task", default="reasoning-gym:chain_sum:min_terms=2,max_terms=3,min_digits=1,max_digits=2")
-    parser.add_argument("--instructions", default="Answer with the number alone, without any other words.")
+    parser.add_argument("--task", default="reasoning-gym:chain_sum:min_terms=2,max_terms=3,min_digits=1,max_digits=1")
+    parser.add_argument("--shots", type=int, default=4, help="answered questions before each prompt")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument("--completions", type=int, default=256)
     parser.add_argument("--micro-batch", type=int, default=64)
     parser.add_argument("--group", type=int, default=16)
-    parser.add_argument("--prompt-length", type=int, default=128)
-    parser.add_argument("--length", type=int, default=32)
+    parser.add_argument("--prompt-length", type=int, default=300)
+    parser.add_argument("--length", type=int, default=12)
     parser.add_argument("--problems", type=int, default=2000)
     parser.add_argument("--held-out", type=int, default=256)
     parser.add_argument("--samples", type=int, default=4)
