@@ -233,9 +233,9 @@ def batch_table(dtype: str, rows: Sequence[dict]) -> str:
             f"{row['correction']:14}{row['ess']:>8.2f}{row['masked_share']:>9.1%}{row['max']:>16.2f}"
             f"{shown[0]:>9}{shown[1]:>9}"
         )
-    floor = rows[0]["floor"]
-    told = "none" if floor is None else f"{floor:.2f}"
-    return "\n".join([*lines, f"Two halves of the trainer's own samples agree to a cosine of {told}."])
+    floor = next((row["floor"] for row in rows if row["floor"] is not None), None)
+    noise = "cannot be compared" if floor is None else f"agree to a cosine of {floor:.2f}"
+    return "\n".join([*lines, f"Two halves of the trainer's own samples {noise}."])
 
 
 def arm_text(name: str, arm: dict) -> str:

@@ -88,7 +88,7 @@ CORRECTION_STYLE = {
 
 
 def corrections_figure(result: dict) -> Figure:
-    """A row a dtype: agreement of the gradient and sample size over the sampler's lag, and accuracy in training."""
+    """A row a dtype: length of the gradient and sample size over the sampler's lag, and accuracy in training."""
     trained = any(found["training"] for found in result["dtypes"].values())
     figure = new_figure(10, 3.5 * len(result["dtypes"]) + 0.4)
     cells = figure.subplots(len(result["dtypes"]), 3 if trained else 2, squeeze=False)
@@ -110,20 +110,20 @@ def corrections_figure(result: dict) -> Figure:
 
 
 def _draw_batch(line, dtype, rows):
+    """Length of the gradient and sample size over the lag; the cosines are in the words."""
     lags = sorted({row["lag"] for row in rows})
-    dress(line[0], f"{dtype}: agreement of the gradient", "updates the sampler is behind", "cosine")
-    dress(line[1], "Sample size left by the weights", "updates the sampler is behind", "share of tokens")
+    dress(line[0], f"{dtype}: gradient's length", "updates the sampler is behind", "multiple of the right one")
+    dress(line[1], "Sample size left", "updates the sampler is behind", "share of tokens")
     for correction in dict.fromkeys(row["correction"] for row in rows):
         mine = [row for row in rows if row["correction"] == correction]
-        for axes, key in ((line[0], "cosine"), (line[1], "ess")):
-            points = [(lags.index(row["lag"]), row[key]) for row in mine if row[key] is not None]
+        for axes, key in ((line[0], "share"), (line[1], "ess")):
+            points = [(lags.index(row["lag"]), row[key]) for row in mine if row[key]]
             if points:
                 axes.plot(*zip(*points, strict=True), lw=1.6, ms=6, **CORRECTION_STYLE[correction])
-    floors = [row["floor"] for row in rows if row["floor"] is not None]
-    if floors:
-        line[0].axhline(floors[0], color=FAINT, lw=1, ls=":")
-        line[0].annotate("two halves of the trainer's own samples", (0.02, floors[0]), fontsize=8, color=FAINT,
-                         xycoords=("axes fraction", "data"), xytext=(0, 2), textcoords="offset points")  # fmt: skip
+    line[0].set_yscale("log")
+    line[0].set_yticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
+    line[0].yaxis.set_minor_locator(NullLocator())
+    line[0].axhline(1, color=FAINT, lw=1, ls=":")
     for axes in line[:2]:
         axes.set_xticks(range(len(lags)), map(str, lags))
     line[1].set_ylim(0, 1.03)
