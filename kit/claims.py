@@ -47,8 +47,7 @@ def _eliminates(found):
     told, verdicts = [], []
     for where, dtypes in _measured(found).items():
         kls = {name: dtypes[name]["by_length"][-1]["kl"] for name in ("bfloat16", "float16")}
-        length = dtypes["float16"]["by_length"][-1]["length"]
-        told.append(f"{number(kls['bfloat16'])} against {number(kls['float16'])} nats ({where}, {length} tokens)")
+        told.append(f"{number(kls['bfloat16'])} against {number(kls['float16'])} nats ({where})")
         verdicts.append(kls["float16"] < kls["bfloat16"] / 10)
     return _verdict(all(verdicts)), f"KL of a completion, bfloat16 against float16: {'; '.join(told)}"
 
@@ -89,7 +88,8 @@ def _plain_float16_beats(found):
     best = max(training["bfloat16"], key=lambda name: training["bfloat16"][name]["accuracy_final"])
     other = training["bfloat16"][best]["accuracy_final"]
     told = f"final accuracy {plain:.3f} (float16, none) against {other:.3f} (bfloat16, {best})"
-    return _verdict(plain > other + TOLERATED), f"{told}; one seed, differences below {TOLERATED} count as none"
+    lag = f"sampler synced every {found['corrections']['every']} steps, one seed"
+    return _verdict(plain > other + TOLERATED), f"{told}; {lag}, differences below {TOLERATED} count as none"
 
 
 def _sequence_costs(found):
@@ -131,10 +131,10 @@ def _measured(found):
     """{where: its dtypes} of the length experiment and of each shipped card that has both 16-bit formats."""
     from kit.report_cards import title
 
-    places = {
-        f"{found['length']['hardware']['name'].removeprefix('CPU ')}, {found['length']['model']}": found["length"]
-    }
-    places |= {title(card): card for card in found["cards"]}
+    length = found["length"]
+    hardware = length["hardware"]["name"].removeprefix("CPU ")
+    places = {f"{hardware}, {length['model']}, {length['tokens']} tokens": length}
+    places |= {f"{title(card)}, {card['settings']['tokens']} tokens": card for card in found["cards"]}
     return {where: r["dtypes"] for where, r in places.items() if {"float16", "bfloat16"} <= r["dtypes"].keys()}
 
 

@@ -5,6 +5,7 @@ Pure functions of results. What they show, the `text` function of the same exper
 
 import math
 from collections.abc import Sequence
+from textwrap import fill
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -136,12 +137,12 @@ VERDICT_COLOR = {"agrees": "#00805a", "does not": "#c75000", "cannot be asked he
 
 def claims_figure(rows: Sequence[dict]) -> Figure:
     """The claims as lines of text, each with its verdict in colour before it."""
-    figure = new_figure(10, 0.55 * len(rows) + 0.4)
+    figure = new_figure(10, 0.68 * len(rows) + 0.4)
     axes = figure.subplots()
     axes.set_axis_off()
     axes.set(xlim=(0, 1), ylim=(len(rows), 0))
     for place, row in enumerate(rows):
         axes.text(0, place + 0.4, row["verdict"], color=VERDICT_COLOR[row["verdict"]], fontweight="bold", fontsize=10)
-        axes.text(0.19, place + 0.4, row["claim"], color=INK, fontsize=10)
-        axes.text(0.19, place + 0.75, row["measure"][:150], color=FAINT, fontsize=7.5)
+        axes.text(0.22, place + 0.4, row["claim"], color=INK, fontsize=10)
+        axes.text(0.22, place + 0.5, fill(row["measure"], 130), color=FAINT, fontsize=7.5, va="top")
     return figure
