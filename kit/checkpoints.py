@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 from kit.errors import KitError
@@ -65,6 +66,17 @@ def save_adapter(model, folder: Path) -> None:
     model.save_pretrained(fresh, selected_adapters=["default"])
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(fresh, folder)
+
+
+def save_adapter_in_the_end(model, folder: Path) -> None:
+    """`save_adapter` for a `finally`: where an error is on its way already, one of saving becomes a note to it."""
+    under_way = sys.exc_info()[1]
+    try:
+        save_adapter(model, folder)
+    except OSError as error:
+        if under_way is None:
+            raise
+        under_way.add_note(f"The adapter could not be saved either: {error}")
 
 
 def _names(run_dir):

@@ -1,7 +1,6 @@
 """vLLM itself: importing it so that its engine lives in this process, and the arguments an engine is built with."""
 
 import os
-import sys
 from importlib import metadata
 
 import torch
@@ -11,7 +10,7 @@ from kit.errors import ArgumentError, KitError
 from kit.fused_adapter import fused_adapters
 from kit.memory import kv_tokens
 from kit.precision import Precision
-from kit.quiet import quiet
+from kit.quiet import quiet, say
 
 # vLLM reads these when an engine is built. VLLM_ENABLE_V1_MULTIPROCESSING=0 is set in any case: the engine must live in
 # this process, where its weights can be read back (and on a GPU shared) and closing it gives the memory back.
@@ -66,7 +65,9 @@ def build(vllm, arguments: dict):
     back, so that child processes do not inherit it.
     """
     before = os.environ.get("LD_PRELOAD")
-    print(f"Starting vLLM {vllm.__version__} in {arguments['dtype']} ...", file=sys.stderr, flush=True)
+    say(f"Starting vLLM {vllm.__version__} in {arguments['dtype']} ...")
+    # an engine's CUDA graphs share one memory pool a process, which is gone with the first engine's graphs
+    type(vllm.platforms.current_platform)._global_graph_pool = None
     try:
         with quiet(), fused_adapters(_can_fuse(arguments)):
             return vllm.LLM(**arguments)

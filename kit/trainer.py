@@ -152,7 +152,7 @@ class GRPOTrainer(trl.GRPOTrainer):
             except torch.OutOfMemoryError as error:
                 raise explained(error, self) from error
             finally:
-                checkpoints.save_adapter(self.model, writer.adapter_dir)
+                checkpoints.save_adapter_in_the_end(self.model, writer.adapter_dir)
 
     @contextlib.contextmanager
     def _shown(self, writer):

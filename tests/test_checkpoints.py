@@ -7,7 +7,16 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from kit.checkpoints import MARKER, NoCheckpoint, find, last_complete, mark_complete, save_adapter, step_of
+from kit.checkpoints import (
+    MARKER,
+    NoCheckpoint,
+    find,
+    last_complete,
+    mark_complete,
+    save_adapter,
+    save_adapter_in_the_end,
+    step_of,
+)
 from kit.errors import KitError
 
 
@@ -104,3 +113,18 @@ def test_the_marker_is_what_makes_a_checkpoint_whole(tmp_path):
     mark_complete(folder)
     assert last_complete(tmp_path) == folder
     assert (folder / MARKER).exists()
+
+
+def test_an_adapter_that_cannot_be_saved_does_not_hide_why_the_run_ended(tmp_path):
+    class Model:
+        def save_pretrained(self, folder, **kwargs):
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(ValueError, match="the first error") as caught:
+        try:
+            raise ValueError("the first error")
+        finally:
+            save_adapter_in_the_end(Model(), tmp_path / "adapter")
+    assert "No space left" in caught.value.__notes__[0]
+    with pytest.raises(OSError, match="No space left"):
+        save_adapter_in_the_end(Model(), tmp_path / "adapter")
