@@ -131,6 +131,9 @@ def arguments(
         "seed": seed,
         "disable_log_stats": True,
     }
+    if not cuda:
+        # vLLM 0.31 cuts a prompt where a step's tokens end and rewinds its generator, which a CPU's cannot do
+        chosen["enable_chunked_prefill"] = False
     if max_lora_rank:
         rank = _supported_rank(max_lora_rank)
         chosen |= {"max_lora_rank": rank, "max_loras": 1, "lora_dtype": precision.sampler_adapters}

@@ -12,7 +12,7 @@ from kit.evaluation import Evaluation, evaluate, paired_difference
 from kit.records import Run
 from kit.task_setup import Prepared, prepare, stop_strings
 from kit.tasks import Task
-from kit.training import TrainSettings, engine_arguments, settings_of
+from kit.training import TrainSettings, settings_of
 
 TASK_SETTINGS = ("task", "question", "answer", "level", "tags", "template")
 
@@ -83,7 +83,6 @@ def _load(settings, run):
         max_lora_rank=rank,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_num_seqs=settings.completions,
-        vllm_arguments=engine_arguments(),
     )
 
 

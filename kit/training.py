@@ -91,17 +91,6 @@ class TrainSettings:
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
 
-def engine_arguments() -> dict:
-    """Engine arguments beside the kit's own: on a CPU prompts are not cut in two.
-
-    vLLM 0.31 cuts one where a step's 4096 tokens end, and then rewinds the request's generator, which a CPU's cannot do
-    ("CPU Generator does not use offset"): seeded requests fail as soon as the prompts of a batch have more tokens.
-    """
-    import torch
-
-    return {} if torch.cuda.is_available() else {"enable_chunked_prefill": False}
-
-
 def load(settings: TrainSettings):
     """(PEFT model, tokenizer) for these settings."""
     from kit.loading import FastLanguageModel
@@ -113,7 +102,6 @@ def load(settings: TrainSettings):
         max_lora_rank=settings.rank,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         max_num_seqs=settings.completions,
-        vllm_arguments=engine_arguments(),
     )
     model = FastLanguageModel.get_peft_model(
         model, r=settings.rank, lora_alpha=settings.alpha, random_state=settings.seed

@@ -51,6 +51,14 @@ def test_logprobs_are_the_trainers_at_the_sampling_temperature(model, sampler, i
 
 
 @pytest.mark.engine("float32")
+def test_seeded_prompts_may_have_more_tokens_than_a_scheduler_step(sampler, tokenizer):
+    prompts = [tokenizer(f"Q: {n}+45=?\nA: " * 14).input_ids[:140] for n in range(10, 42)]
+    assert sum(map(len, prompts)) > 4096
+    completions = sampler.generate(prompts, SamplingSettings(4, ignore_eos=True), seeds=list(range(32)))
+    assert [len(c.token_ids) for c in completions] == [4] * 32
+
+
+@pytest.mark.engine("float32")
 def test_an_interrupted_call_leaves_nothing_behind(sampler, ids, monkeypatch):
     """Requests that were cut off must not be sampled along with the next call's."""
     engine = sampler.llm.llm_engine

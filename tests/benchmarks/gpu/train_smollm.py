@@ -49,11 +49,10 @@ def train(args) -> None:
     from kit.evaluation import evaluate, paired_difference
     from kit.sampler import SamplingSettings
     from kit.task_rewards import parse
-    from kit.training import engine_arguments
 
     model, tokenizer = kit.FastLanguageModel.from_pretrained(
         args.model, max_seq_length=args.prompt_length + args.length, dtype=args.dtype, max_lora_rank=args.rank,
-        max_num_seqs=args.completions, gpu_memory_utilization=args.utilization, vllm_arguments=engine_arguments(),
+        max_num_seqs=args.completions, gpu_memory_utilization=args.utilization,
     )  # fmt: skip
     task = prepared(args, tokenizer)
     policy = kit.FastLanguageModel.get_peft_model(model, r=args.rank, lora_alpha=2 * args.rank, random_state=args.seed)
