@@ -22,7 +22,7 @@ def tables(folder: str | Path) -> str:
         ArgumentError: no measurement in it, or a file that is not one.
     """
     found = {path.stem: _load(path) for path in sorted(Path(folder).glob("*.json"))}
-    made = [table(found) for table in (mismatch_table, step_table, sampler_table)]
+    made = [table(found) for table in (mismatch_table, training_table, step_table, sampler_table)]
     if not any(made):
         raise ArgumentError(f"{folder} holds no measurement of tests/benchmarks/gpu/measure.py.")
     return "\n\n".join(table for table in made if table)
@@ -61,6 +61,27 @@ def mismatch_table(found: dict[str, dict]) -> str | None:
     settings = measured["float16"]["settings"]
     about = f"SmolLM2-135M-Instruct, {settings['sequences']} completions of {settings['length']} tokens"
     return f"{_markdown(head, rows)}\n\n{about}; {_origin(measured['float16'])}."
+
+
+def training_table(found: dict[str, dict]) -> str | None:
+    """GRPO on real weights in each dtype from one seed: held-out accuracy, mismatch, gradient norm."""
+    if (result := found.get("train_smollm2_135m")) is None:
+        return None
+    head = ["dtype", "held-out accuracy", "difference (95 %)", "mean abs d", "k3", "gradient norm", "skipped updates"]
+    rows = []
+    for dtype, arm in result["summary"].items():
+        low, high = arm["held_out_interval"]
+        rows.append([
+            dtype, f"{arm['held_out_before']:.3f} -> {arm['held_out_after']:.3f}",
+            f"{arm['held_out_difference']:+.3f} ({low:+.3f} to {high:+.3f})", f"{arm['mismatch_abs_mean_median']:.3g}",
+            f"{arm['mismatch_k3_median']:.3g}", f"{arm['grad_norm_median']:.2f}", str(arm["skipped_updates"]),
+        ])  # fmt: skip
+    s = result["settings"]
+    about = (
+        f"{s['model']}, {s['task'].partition(':')[2].partition(':')[0]}, {s['steps']} GRPO steps of {s['completions']} "
+        f"completions, seed {s['seed']}; medians over the steps; {_origin(result)}."
+    )
+    return f"{_markdown(head, rows)}\n\n{about}"
 
 
 def step_table(found: dict[str, dict]) -> str | None:
@@ -108,7 +129,9 @@ def sampler_table(found: dict[str, dict]) -> str | None:
         rates = found.get(name, {}).get("tokens_per_s", {})
         cells = [f"{rates[n]['seeded']:,.0f} ({_ratio(rates, bare, n)})" if n in rates else "" for n in bare]
         if any(cells):
-            rows.append([label, *cells])
+            length = found[name]["settings"]["length"]
+            other = "" if length == found["sampler_lora"]["settings"]["length"] else f", {length} tokens"
+            rows.append([label + other, *cells])
     head = ["tokens a second (share of bare)", *(f"{size} sequences" for size in bare)]
     s = found["sampler_lora"]["settings"]
     about = f"Qwen3-4B's shape, {s['dtype']}, rank 32, {s['length']} tokens each; {_origin(found['sampler_lora'])}."

@@ -1,6 +1,7 @@
 """One run as a few final figures, in words, and as pictures: `python -m kit report runs/NAME`.
 
-`python -m kit report --out card.json` is about the machine instead: a report card (`kit.report_cards`).
+`python -m kit report --out card.json` is about the machine instead: a report card (`kit.report_cards`), and a folder of
+GPU measurements gives the README's tables (`kit.benchmark_tables`).
 
 `final_figures` is what `kit.comparison` and `kit.demo` print too, so that a number means the same everywhere.
 """
@@ -12,6 +13,7 @@ import statistics
 import sys
 from pathlib import Path
 
+from kit.benchmark_tables import has_results, tables
 from kit.errors import ArgumentError
 from kit.records import Run
 from kit.summary import dtype_of, finite, skipped_steps, summary_text
@@ -87,7 +89,9 @@ def save_figures(run: Run) -> list[Path]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `python -m kit report`."""
-    parser.add_argument("run", nargs="?", help="a run's folder (runs/NAME), or a report card's file to check and show")
+    parser.add_argument(
+        "run", nargs="?", help="a run's folder (runs/NAME), a report card, or a folder of GPU measurements"
+    )
     parser.add_argument(
         "--json", action="store_true", help="print the final figures and the files, or the card, as JSON"
     )
@@ -106,6 +110,9 @@ def run(args: argparse.Namespace) -> int:
         raise ArgumentError("Give either a run's folder (runs/NAME), or --out card.json for a report card.")
     if args.out or args.run.endswith(".json"):
         return _card(args)
+    if has_results(Path(args.run)):
+        print(tables(args.run))
+        return 0
     loaded = Run.load(args.run)
     files = save_figures(loaded)
     if args.json:

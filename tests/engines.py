@@ -66,7 +66,7 @@ def move_adapter(policy, spread: float, seed: int = 0) -> None:
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
-                parameter += spread * torch.randn(parameter.shape, generator=generator)
+                parameter += spread * torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
 def adapter_weights(policy) -> dict[str, torch.Tensor]:

@@ -139,6 +139,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--utilization", type=float, default=0.25)
     parser.add_argument("--run-dir", help="folder for the runs; default: one that is thrown away")
+    parser.add_argument(
+        "--together", action="store_true", help="the arms at the same time: step times mean nothing then"
+    )
     parser.add_argument("--dtype", help=argparse.SUPPRESS)  # set in the process of one arm
     args = parser.parse_args()
     if args.dtype:
@@ -147,11 +150,16 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         root, found = Path(args.run_dir or folder), {}
+        arms = []
         for dtype in args.dtypes.split(","):
-            out = Path(folder) / f"{dtype}.json"
-            options = ["--dtype", dtype, "--out", str(out), "--run-dir", str(root / f"smollm-{dtype}")]
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], *options], check=True)
-            found[dtype] = json.loads(out.read_text())
+            options = ["--dtype", dtype, "--out", f"{folder}/{dtype}.json", "--run-dir", str(root / f"smollm-{dtype}")]
+            arms.append((dtype, subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *options])))
+            if not args.together:
+                arms[-1][1].wait()
+        for dtype, process in arms:
+            if process.wait():
+                sys.exit(f"The arm in {dtype} ended with status {process.returncode}.")
+            found[dtype] = json.loads(Path(folder, f"{dtype}.json").read_text())
         target = Path(args.out)
         target.parent.mkdir(parents=True, exist_ok=True)
         figure([root / f"smollm-{dtype}" for dtype in found], target.with_suffix(".png"))
