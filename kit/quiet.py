@@ -16,8 +16,9 @@ MOST = 20_000  # characters of it that an error carries
 
 # Said later, about what this kit does on purpose: a `rollout_func` is experimental (TRL 1.16, a variable), a process
 # group exists, which is the sampler's, a tracker gets no loss scale where nothing is scaled (transformers 5.17), and
-# Triton, which no CPU needs, is there only in part (vLLM 0.31, when TRL imports it).
+# Triton, which no CPU needs, is not there or only in part (torch 2.13, and vLLM 0.31 when TRL imports it).
 ON_PURPOSE = {
+    "torch._library.triton": "Triton not available",
     "vllm.triton_utils.importing": "Triton is installed",
     "transformers.training_args": "process group is initialized",
     "transformers.integrations.integration_utils": 'attempting to log a value of "None"',

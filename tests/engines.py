@@ -29,7 +29,7 @@ class Engines:
         self.loaded = self.tokenizer = None
 
     def get(self, dtype: str):
-        """What `model.kit` of a model loaded in this dtype holds, its sampler without an adapter."""
+        """What `model.kit` of a model loaded in this dtype holds; its sampler may have an earlier test's adapter."""
         from kit import FastLanguageModel
 
         if self.loaded is None or self.loaded.precision.name != dtype or self.loaded.sampler.is_closed:

@@ -61,6 +61,7 @@ def test_completions_without_the_adapter_are_the_base_models(model, engines):
     def logprobs(completions):
         return [value for completion in completions for value in completion.logprobs]
 
+    sampler.drop_adapter()  # of an earlier test
     before = sampler.generate(ids, settings, seeds)
     sampler.load_adapter(with_adapter(model, spread=0.3))
     changed = sampler.generate(ids, settings, seeds)
