@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kit.engine import linear_layers
 from kit.loading import TARGET_MODULES
 from kit.precision import Precision
 
@@ -39,8 +40,8 @@ def draw_adapter(model, spread: float, seed: int):
     """
     from peft import LoraConfig, get_peft_model
 
-    linear = {name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    targets = sorted(linear & set(TARGET_MODULES)) or sorted(linear - {"lm_head"})
+    linear = linear_layers(model)
+    targets = sorted(linear & set(TARGET_MODULES)) or sorted(linear)
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM")
     policy = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)

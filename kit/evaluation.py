@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from math import comb, sqrt
 
 from kit.errors import ArgumentError
-from kit.rollout import request_seed
+from kit.rollout import sample_policy
 
 INTERVAL = statistics.NormalDist().inv_cdf(0.975)  # standard errors to each side of a 95 % interval
 
@@ -179,16 +179,8 @@ def evaluate(
 
 
 def _sampled(model, tokenizer, prompts, settings, seed):
-    from peft import PeftModel
-
-    sampler = model.kit.sampler
-    if isinstance(model, PeftModel):
-        sampler.load_adapter(model)
-    else:
-        sampler.drop_adapter()
     ids = tokenizer(prompts).input_ids
-    settings = settings or _default_settings(model.kit.max_seq_length, ids)
-    return sampler.generate(ids, settings, [request_seed(seed, 0, i) for i in range(len(ids))])
+    return sample_policy(model, ids, settings or _default_settings(model.kit.max_seq_length, ids), seed)
 
 
 def _default_settings(max_seq_length, ids):

@@ -115,15 +115,16 @@ class FastLanguageModel:
                 engine_arguments=(four_bit.engine_arguments() if load_in_4bit else {}) | (vllm_arguments or {}),
             )
             _current.append(sampler)
-        if fast_inference and not load_in_4bit:
+        if load_in_4bit:
+            model, weights = four_bit.trainer_model(path, precision), "a second copy, in 4 bits like the first"
+        elif fast_inference:
             model, weights = _shared_or_copy(path, precision, sampler)
         else:
-            load = four_bit.trainer_model if load_in_4bit else _load_trainer_model
-            model, weights = load(path, precision), "a second copy, in 4 bits like the first"
+            model = _load_trainer_model(path, precision)
         if not fast_inference:
-            weights = "one copy, the sampler uses the trainer's"
             from kit.transformers_sampler import TransformersSampler
 
+            weights = "one copy, the sampler uses the trainer's"
             sampler = TransformersSampler(model, tokenizer, precision, max_seq_length=max_seq_length)
         model.kit = Loaded(precision, path, sampler, max_seq_length, max_lora_rank, weights)
         _add_fast_generate(model, tokenizer)

@@ -42,17 +42,10 @@ def measure_mismatch(model, tokenizer, prompts: list[str], settings, *, seed: in
         seed: of the sampling.
         batch: sequences in one trainer forward pass.
     """
-    from peft import PeftModel
+    from kit.rollout import sample_policy
 
-    from kit.rollout import request_seed
-
-    sampler = model.kit.sampler
-    if isinstance(model, PeftModel):
-        sampler.load_adapter(model)
-    else:
-        sampler.drop_adapter()
     prompt_ids = tokenizer(prompts).input_ids
-    completions = sampler.generate(prompt_ids, settings, [request_seed(seed, 0, i) for i in range(len(prompts))])
+    completions = sample_policy(model, prompt_ids, settings, seed)
     width = max(len(c.token_ids) for c in completions)
     shape = (len(prompts), width)
     trainer, sampled, mask = torch.zeros(shape), torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)

@@ -18,6 +18,25 @@ def request_seed(run_seed: int, step: int, index: int) -> int:
     return int.from_bytes(digest) >> 2  # vLLM takes a signed 64-bit seed
 
 
+def sample_policy(model, prompt_ids: list[list[int]], settings: SamplingSettings, seed: int) -> list[Completion]:
+    """One completion for each prompt, by the sampler of a model that the kit loaded: of its adapter when it has one.
+
+    Args:
+        model: the base model, or a PEFT model of it.
+        prompt_ids: token ids of each prompt.
+        settings: how to sample.
+        seed: of the run; each prompt's place gives its request's own.
+    """
+    from peft import PeftModel
+
+    sampler = model.kit.sampler
+    if isinstance(model, PeftModel):
+        sampler.load_adapter(model)
+    else:
+        sampler.drop_adapter()
+    return sampler.generate(prompt_ids, settings, [request_seed(seed, 0, i) for i in range(len(prompt_ids))])
+
+
 def sampling_settings(args) -> SamplingSettings:
     """The sampling part of a `trl.GRPOConfig`."""
     further = args.generation_kwargs or {}

@@ -94,6 +94,21 @@ def planted(owner, name, replacement):
         delattr(owner, name)
 
 
+@contextlib.contextmanager
+def running_kernel(name: str):
+    """A Jupyter kernel of this name in the project's folder; gives its client, and is shut down at the end."""
+    from jupyter_client import KernelManager
+
+    manager = KernelManager(kernel_name=name)
+    manager.start_kernel(cwd=str(ROOT))
+    client = manager.client()
+    client.start_channels()
+    client.wait_for_ready(timeout=60)
+    yield client
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
 def kit_command(*arguments, **environment) -> subprocess.Popen:
     """A `python -m kit` process, running; its output is read by `communicate`."""
     return subprocess.Popen(

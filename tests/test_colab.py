@@ -14,7 +14,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from jupyter_client import KernelManager
+from engines import running_kernel
 from test_live import (  # noqa: F401  the same tests, on Colab's kernel
     show_a_run,
     test_a_step_is_not_held_up,
@@ -77,14 +77,8 @@ def executed(colab):
 
 @pytest.fixture(scope="module")
 def kernel(colab):
-    manager = KernelManager(kernel_name=colab)
-    manager.start_kernel(cwd=str(ROOT))
-    client = manager.client()
-    client.start_channels()
-    client.wait_for_ready(timeout=60)
-    yield client
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
+    with running_kernel(colab) as client:
+        yield client
 
 
 def published(client, request: str):

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jupyter_client import KernelManager
+from engines import running_kernel
 
 from kit import hardware
 from kit.control import RunControl, serve_widgets
@@ -228,14 +228,8 @@ def test_outside_a_kernel_there_is_nothing_to_serve():
 
 @pytest.fixture(scope="module")
 def kernel():
-    manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(ROOT))
-    client = manager.client()
-    client.start_channels()
-    client.wait_for_ready(timeout=60)
-    yield client
-    client.stop_channels()
-    manager.shutdown_kernel(now=True)
+    with running_kernel("python3") as client:
+        yield client
 
 
 def printed_until(client, request: str, text: str = "") -> str:
